@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from bench._results import commit, machine  # noqa: E402
 from qkv.database.encoders import Characters, Custom, Encoder, Heads, Sentences, Words  # noqa: E402
-from qkv.database.learn import Report, learn  # noqa: E402
+from qkv.database.learn import LearnReport, learn  # noqa: E402
 
 AT = (1, 10, 100)
 SEED = 0
@@ -160,7 +160,7 @@ class Exam:
         queries = [synset.definition for synset in self.test]
         return encoder.encode_head(queries, query=True), encoder.encode_head(self.distinct)
 
-    def ask(self, name: str, method: Callable[[], Any], report: Report | None = None) -> None:
+    def ask(self, name: str, method: Callable[[], Any], report: LearnReport | None = None) -> None:
         began = time.perf_counter()
         found = method()
         ranks = np.concatenate([self.ranks(found, at) for at in range(0, len(self.test), 100)])

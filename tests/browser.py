@@ -33,9 +33,9 @@ LOCAL = {"127.0.0.1", "localhost", "::1"}
 def chromium() -> str:
     """The browser that is installed; `make browser` installs one."""
     for name in NAMES:
-        found = shutil.which(name) or shutil.which(name, path=BUILT)
-        if found:
-            return found
+        result = shutil.which(name) or shutil.which(name, path=BUILT)
+        if result:
+            return result
     pytest.fail("no Chromium is found: run `make browser`")
 
 
@@ -77,7 +77,7 @@ def page(browser: Any) -> Iterator[Any]:
     assert not left, left
 
 
-def until(page: Any, condition: Callable[[], Any]) -> None:
+def wait_until(page: Any, condition: Callable[[], Any]) -> None:
     """Waits for what no locator can wait for, as long as a locator would."""
     for _ in range(30_000):
         if condition():

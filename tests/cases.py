@@ -140,7 +140,7 @@ def case(score: str, weighting: str, mask: str) -> Case:
     held = tree.array_leaves(host, weigh)
     inside |= {f"weighting.{i}": x for i, x in enumerate(held)}
 
-    def how(arrays: Arrays) -> dict[str, Any]:
+    def build_options(arrays: Arrays) -> dict[str, Any]:
         def part(prefix: str) -> Arrays:
             return {k.partition(".")[2]: x for k, x in arrays.items() if k.startswith(prefix)}
 
@@ -152,21 +152,23 @@ def case(score: str, weighting: str, mask: str) -> Case:
 
     # Straight-through: forward the hard weights, backward the softmax's gradient.
     follows = weightings.Softmax() if weighting == "straight_through" else None
-    return Case({"query": QUERY, "key": KEY, "value": VALUE, **inside}, how, follows)
+    return Case({"query": QUERY, "key": KEY, "value": VALUE, **inside}, build_options, follows)
 
 
-def sensible(score: str, weighting: str, mask: str) -> bool:
+def can_combine(score: str, weighting: str, mask: str) -> bool:
     """Whether the three go together; the refusals have tests of their own."""
     built = scores.resolve(SCORES[score][1](SCORES[score][0]))
-    how = {**WEIGHTINGS, **LEARNED}[weighting]
-    if how.needs_nonnegative and (not built.is_nonnegative or mask.startswith("float")):
+    resolved_weighting = {**WEIGHTINGS, **LEARNED}[weighting]
+    if resolved_weighting.needs_nonnegative and (
+        not built.is_nonnegative or mask.startswith("float")
+    ):
         return False
     return weighting != "nearest_if_empty" or built.ranking_score is not None
 
 
 def product() -> list[tuple[str, str, str]]:
     """Every score × weighting × mask that makes sense."""
-    return [c for c in itertools.product(SCORES, (*WEIGHTINGS, *LEARNED), MASKS) if sensible(*c)]
+    return [c for c in itertools.product(SCORES, (*WEIGHTINGS, *LEARNED), MASKS) if can_combine(*c)]
 
 
 def covering() -> list[tuple[str, str, str]]:

@@ -35,8 +35,8 @@ def sample(
     7
     """
     first = list(always)
-    rest = [case for case in cases if case not in first]
-    if FULL or len(rest) <= count:
-        return first + rest
-    drawn = sorted(range(len(rest)), key=lambda i: draw(name(rest[i])))[:count]
-    return first + [rest[i] for i in sorted(drawn)]
+    remaining = [case for case in cases if case not in first]
+    if FULL or len(remaining) <= count:
+        return first + remaining
+    drawn = sorted(range(len(remaining)), key=lambda i: draw(name(remaining[i])))[:count]
+    return first + [remaining[i] for i in sorted(drawn)]

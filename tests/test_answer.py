@@ -23,7 +23,7 @@ from qkv.errors import CombinationError
 from qkv.util.formatting import format_bar, format_one_line, to_jsonable
 
 
-def answer(weights, *, keys=None, values=None, total=None, query="q"):
+def build_answer(weights, *, keys=None, values=None, total=None, query="q"):
     keys = keys or [f"k{i}" for i in range(len(weights))]
     values = values or [f"v{i}" for i in range(len(weights))]
     rows = [
@@ -47,9 +47,9 @@ def answer(weights, *, keys=None, values=None, total=None, query="q"):
 
 
 def test_effective_rows_of_equal_weights_are_their_number():
-    assert answer([0.25] * 4).effective_rows == pytest.approx(4)
-    assert answer([1.0]).effective_rows == 1
-    assert answer([]).effective_rows == 0
+    assert build_answer([0.25] * 4).effective_rows == pytest.approx(4)
+    assert build_answer([1.0]).effective_rows == 1
+    assert build_answer([]).effective_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_effective_rows_of_equal_weights_are_their_number():
     ],
 )
 def test_explain_says_how_concentrated(weights, total, says):
-    text = answer(weights, total=total).explain()
+    text = build_answer(weights, total=total).explain()
     assert says in text
     assert "\n" not in text
     assert "scan" in text
@@ -70,8 +70,8 @@ def test_explain_says_how_concentrated(weights, total, says):
 
 
 def test_explain_leaves_out_a_row_that_does_not_count():
-    assert "k0 counts 100 %. The" in answer([1.0, 5.5e-7], total=2).explain()
-    assert "k1 0.06 %" in answer([0.9994, 6e-4], total=2).explain()
+    assert "k0 counts 100 %. The" in build_answer([1.0, 5.5e-7], total=2).explain()
+    assert "k1 0.06 %" in build_answer([0.9994, 6e-4], total=2).explain()
 
 
 def test_keys_of_several_columns_are_distinguished_in_a_sentence():
@@ -93,9 +93,9 @@ def test_no_row_decides_where_the_value_is_a_blend():
     """96 % of the weight on 1988 and a mean of 1967 is no decision for 1988."""
     books = Database({"The Alchemist": 1988, "The Odyssey": -700, "Emma": 1815, "Dune": 1965})
     for query in ("the alchmist", "The Alchemist", "The Odyssy", "Emma", "dun"):
-        found = books.ask(query)
-        if format_one_line(found.value) != format_one_line(float(found.rows[0].value)):
-            for text in (found.confidence_text, found.explain(), str(found)):
+        result = books.ask(query)
+        if format_one_line(result.value) != format_one_line(float(result.rows[0].value)):
+            for text in (result.confidence_text, result.explain(), str(result)):
                 assert not any(claim in text for claim in CLAIMS), (query, text)
     blend = books.ask("the alchmist")
     assert 0.9 < blend.rows[0].weight < 1 and format_one_line(blend.value) != "1988"
@@ -116,13 +116,13 @@ def test_no_row_decides_where_the_value_is_a_blend():
     ],
 )
 def test_a_row_decides_where_the_value_is_its_own(value, row, decides):
-    found = replace(answer([0.97, 0.03], values=[row, row]), value=value, values=[])
-    assert (found.confidence_text == "one row decides") is decides
+    result = replace(build_answer([0.97, 0.03], values=[row, row]), value=value, values=[])
+    assert (result.confidence_text == "one row decides") is decides
 
 
 def test_a_sum_of_raw_weights_is_no_value_of_a_row():
-    found = Database([(1.0, 10.0), (9.0, 1.0)]).ask(1.0, score="dot", weighting="raw")
-    assert "decides" not in found.explain()
+    result = Database([(1.0, 10.0), (9.0, 1.0)]).ask(1.0, score="dot", weighting="raw")
+    assert "decides" not in result.explain()
 
 
 def test_rows_that_share_a_key_or_a_value_are_one_answer():
@@ -135,8 +135,8 @@ def test_rows_that_share_a_key_or_a_value_are_one_answer():
     assert names.ask("tea pot").confidence_text == "sure"
     prices = Database([("tea pot", 5.0)] * 8 + [("knife", 9.0)])
     assert prices.ask("tea pot", weighting="hard").confidence_text == "one row decides"
-    found = prices.ask("tea pot", weighting=weightings.TopK(8))
-    assert found.value == pytest.approx(5) and found.confidence_text == "one key decides"
+    result = prices.ask("tea pot", weighting=weightings.TopK(8))
+    assert result.value == pytest.approx(5) and result.confidence_text == "one key decides"
     alike = Database([(float(i), 7.0) for i in range(8)])
     assert alike.ask(4.0, weighting="average").confidence_text == "rows with the same value decide"
     two = Database([("tea pot", 4.0), ("tea pot", 6.0), ("knife", 9.0)])
@@ -165,13 +165,13 @@ def test_a_key_that_is_a_vector_is_shown_as_the_number_of_its_row():
 
 def test_the_hint_is_in_the_dictionary():
     D = Database(np.array([[3.0, 4.0], [30.0, 41.0]]), ["short", "long"])
-    found = D.ask([3.0, 4.0], score=None)
-    assert found.to_dict()["hint"] == found.hint != ""
+    result = D.ask([3.0, 4.0], score=None)
+    assert result.to_dict()["hint"] == result.hint != ""
     assert Database({"a": 1.0}).ask("a").to_dict()["hint"] == ""
 
 
 def test_the_terminal_shows_bars_and_the_rest():
-    text = str(answer([0.5, 0.25], total=1002))
+    text = str(build_answer([0.5, 0.25], total=1002))
     assert text.splitlines() == [
         "q → v0",
         "  0.500 ████████████             k0  v0",
@@ -179,7 +179,7 @@ def test_the_terminal_shows_bars_and_the_rest():
         "  0.250 ██████                   1,000 more rows",
         "  effective rows 1.9 of 1,002",
     ]
-    assert repr(answer([1.0])) == str(answer([1.0]))
+    assert repr(build_answer([1.0])) == str(build_answer([1.0]))
 
 
 def test_weights_that_are_no_shares_are_shown_as_numbers():
@@ -210,7 +210,7 @@ def test_large_and_negative_weights_line_up():
 
 
 def test_wide_and_combining_letters_line_up():
-    lines = str(answer([0.5, 0.3, 0.2], keys=["日本", "e\u0301", "abcd"])).splitlines()[1:-1]
+    lines = str(build_answer([0.5, 0.3, 0.2], keys=["日本", "e\u0301", "abcd"])).splitlines()[1:-1]
     assert [line[33:] for line in lines] == ["日本  v0", "e\u0301     v1", "abcd  v2"]
 
 
@@ -221,14 +221,14 @@ def test_joiners_of_words_and_pictures_are_no_control_characters():
 
 
 def test_rows_that_three_digits_cannot_show_join_the_rest():
-    lines = str(answer([0.99, 0.0004, 0.0003], total=3)).splitlines()
+    lines = str(build_answer([0.99, 0.0004, 0.0003], total=3)).splitlines()
     assert lines[2].endswith("2 more rows")
-    lines = str(answer([0.99, 0.004, 0.0006], total=3)).splitlines()
+    lines = str(build_answer([0.99, 0.004, 0.0006], total=3)).splitlines()
     assert ["k1" in lines[2], "k2" in lines[3]] == [True, True], "three digits show these"
 
 
 def test_json():
-    fields = answer([0.75, 0.25], values=[1.5, float("nan")]).to_dict()
+    fields = build_answer([0.75, 0.25], values=[1.5, float("nan")]).to_dict()
     assert json.loads(json.dumps(fields)) == {
         "query": "q",
         "value": 1.5,
@@ -267,7 +267,7 @@ def test_data_does_not_steer_the_terminal():
 
 
 def test_the_page_needs_nothing_else_and_escapes(tmp_path):
-    a = answer([0.5, 0.5], keys=["<script>alert(1)</script>", "b"], query="<b>q</b>")
+    a = build_answer([0.5, 0.5], keys=["<script>alert(1)</script>", "b"], query="<b>q</b>")
     page = a.to_html()
     assert a.to_html(tmp_path / "a.html") is None
     assert (tmp_path / "a.html").read_text(encoding="utf-8") == page
@@ -281,23 +281,23 @@ def test_the_page_needs_nothing_else_and_escapes(tmp_path):
 
 
 def test_the_glance_takes_the_colours_of_a_notebook_light_or_dark():
-    style = answer([0.5, 0.5])._repr_html_().partition("</style>")[0]
+    style = build_answer([0.5, 0.5])._repr_html_().partition("</style>")[0]
     assert re.findall(r"[{;]color:", style) == []
 
 
 def test_the_picture(tmp_path):
-    figure = answer([0.5, 0.2], keys=["$x", "b"], total=9).plot(tmp_path / "a.png")
+    figure = build_answer([0.5, 0.2], keys=["$x", "b"], total=9).plot(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
     axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.5, 0.2, 0.3])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["$x", "b", "7 other rows"]
     with pytest.raises(CombinationError, match="nothing to draw"):
-        answer([]).plot()
+        build_answer([]).plot()
 
 
 def test_letters_that_a_font_lacks_are_reported_once(tmp_path):
     with pytest.warns(UserWarning) as caught:
-        answer([0.5, 0.5], keys=["さようなら世界", "b"]).plot(tmp_path / "a.png")
+        build_answer([0.5, 0.5], keys=["さようなら世界", "b"]).plot(tmp_path / "a.png")
     (one,) = caught
     assert one.filename == __file__
     assert re.match(
@@ -306,7 +306,7 @@ def test_letters_that_a_font_lacks_are_reported_once(tmp_path):
 
 
 def test_an_answer_of_nothing():
-    a = answer([], total=5)
+    a = build_answer([], total=5)
     assert "nothing" in str(a)
     assert "No row answers q" in a.explain()
     assert "nothing" in a.to_html()
@@ -341,8 +341,8 @@ def test_bars_and_json_of_anything():
 
 
 def test_values_of_several_types_make_a_frame():
-    found = Database([("x", 1.5), ("z", "t")]).ask("x").to_frame()
-    assert list(found["value"]) == [1.5, "t"]
+    result = Database([("x", 1.5), ("z", "t")]).ask("x").to_frame()
+    assert list(result["value"]) == [1.5, "t"]
 
 
 def test_rows_whose_keys_are_vectors_compare_by_their_numbers():
@@ -361,6 +361,6 @@ def test_the_weights_of_one_answer_do_not_wait_for_those_of_another():
             return super().compute_weights()
 
     behind = Met([], np.ones(1), 0.0, None)
-    found = [replace(answer([1.0]), _backend=behind) for _ in range(2)]
+    result = [replace(build_answer([1.0]), _backend=behind) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert [list(x) for x in pool.map(lambda one: one.weights, found)] == [[1.0], [1.0]]
+        assert [list(x) for x in pool.map(lambda one: one.weights, result)] == [[1.0], [1.0]]

@@ -34,34 +34,34 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def climbs(function: Any, *given: Any, **how: Any) -> list[str]:
+def climbs(function: Any, *args: Any, **options: Any) -> list[str]:
     """Functions of attention.py that something below it has called."""
     below = SOURCE.parent / "engines"
-    stack, found = [], []
+    stack, result = [], []
 
     def watch(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             path = Path(frame.f_code.co_filename)
             if path == SOURCE and any(below in x.parents for x in stack):
-                found.append(frame.f_code.co_qualname)
+                result.append(frame.f_code.co_qualname)
             stack.append(path)
         elif event == "return" and stack:
             stack.pop()
 
     sys.setprofile(watch)
     try:
-        function(*given, **how)
+        function(*args, **options)
     finally:
         sys.setprofile(None)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("engine", [None, "dense", "streaming"])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_a_call_goes_down_and_does_not_come_back_up(how, engine):
-    assert not climbs(qkv.attend, X, X, X, **how, engine=engine, return_weights=True)
+@pytest.mark.parametrize("options", HOWS.values(), ids=HOWS)
+def test_a_call_goes_down_and_does_not_come_back_up(options, engine):
+    assert not climbs(qkv.attend, X, X, X, **options, engine=engine, return_weights=True)
     if engine is None:
-        assert not climbs(qkv.weights, X, X, **how)
+        assert not climbs(qkv.weights, X, X, **options)
 
 
 # torch's own function, whose signature ours has
@@ -78,59 +78,61 @@ def torchs(*shapes: tuple[int, ...]) -> tuple[Any, list[Any]]:
 @pytest.mark.parametrize(("n", "m"), [(5, 5), (3, 7), (7, 3)])
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 def test_torchs_causal_biases(name: str, n: int, m: int) -> None:
-    torch, given = torchs((2, 3, n, 4), (2, 3, m, 4), (2, 3, m, 5))
+    torch, inputs = torchs((2, 3, n, 4), (2, 3, m, 4), (2, 3, m, 5))
     bias = getattr(pytest.importorskip("torch.nn.attention.bias"), name)(n, m)
-    found = []
+    result = []
     for function in (
         qkv.scaled_dot_product_attention,
         torch.nn.functional.scaled_dot_product_attention,
     ):
-        out = function(*given, bias)
-        found.append((out, *torch.autograd.grad(out.square().sum(), given)))
-    torch.testing.assert_close(*found, atol=1e-12, rtol=0)
+        out = function(*inputs, bias)
+        result.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    torch.testing.assert_close(*result, atol=1e-12, rtol=0)
     with pytest.raises(ShapeError, match=rf"attn_mask .*{n + 1} queries and {m} keys"):
-        qkv.scaled_dot_product_attention(*given, type(bias)(bias.variant, n + 1, m))
+        qkv.scaled_dot_product_attention(*inputs, type(bias)(bias.variant, n + 1, m))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_a_scale_that_turns_the_order_round_under_a_mask(scale: float) -> None:
-    torch, given = torchs((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 5))
+    torch, inputs = torchs((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 5))
     live = torch.ones(5, 7).tril().bool()
-    scores = (given[0] @ given[1].mT * scale).masked_fill(~live, -torch.inf)
-    want = torch.softmax(scores, -1) @ given[2]
-    for how in ({"is_causal": True}, {"attn_mask": live}):
-        for x in (given, [x.detach() for x in given]):
-            found = qkv.scaled_dot_product_attention(*x, scale=scale, **how)
-            torch.testing.assert_close(found.detach(), want.detach(), atol=1e-12, rtol=0)
+    scores = (inputs[0] @ inputs[1].mT * scale).masked_fill(~live, -torch.inf)
+    want = torch.softmax(scores, -1) @ inputs[2]
+    for options in ({"is_causal": True}, {"attn_mask": live}):
+        for x in (inputs, [x.detach() for x in inputs]):
+            actual = qkv.scaled_dot_product_attention(*x, scale=scale, **options)
+            torch.testing.assert_close(actual.detach(), want.detach(), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
-def test_a_mask_beside_is_causal_is_an_error_as_in_torch(fw: Any) -> None:
+def test_a_mask_together_with_is_causal_is_an_error_as_in_torch(fw: Any) -> None:
     x = fw.make_array(np.ones((1, 2, 3, 4)))
     for mask in (np.ones((3, 3), bool), np.zeros((3, 3))):
         with pytest.raises(CombinationError, match=r"attn_mask must not be set when is_causal"):
             qkv.scaled_dot_product_attention(x, x, x, fw.make_array(mask), is_causal=True)
 
 
-def test_a_causal_bias_of_torch_beside_is_causal_is_an_error() -> None:
-    _, given = torchs((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2))
+def test_a_causal_bias_of_torch_together_with_is_causal_is_an_error() -> None:
+    _, inputs = torchs((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2))
     bias = pytest.importorskip("torch.nn.attention.bias").causal_upper_left(4, 4)
     with pytest.raises(ValueError, match="attn_mask must not be set"):
-        qkv.scaled_dot_product_attention(*given, bias, is_causal=True)
+        qkv.scaled_dot_product_attention(*inputs, bias, is_causal=True)
 
 
-@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"dropout_p": 0.5}], ids=str)
-def test_it_may_stand_in_the_place_of_torchs(how: dict[str, Any], monkeypatch: Any) -> None:
-    torch, given = torchs((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.5}], ids=str)
+def test_it_may_stand_in_the_place_of_torchs(options: dict[str, Any], monkeypatch: Any) -> None:
+    torch, inputs = torchs((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4))
     torch.manual_seed(0)
-    want = [qkv.scaled_dot_product_attention(*given, **how) for _ in range(2)]
+    want = [qkv.scaled_dot_product_attention(*inputs, **options) for _ in range(2)]
     patched = "scaled_dot_product_attention"
     monkeypatch.setattr(torch.nn.functional, patched, qkv.scaled_dot_product_attention)
     torch.manual_seed(0)
-    found = [torch.nn.functional.scaled_dot_product_attention(*given, **how) for _ in range(2)]
-    torch.testing.assert_close(found, want, atol=0, rtol=0)
-    slopes = torch.autograd.grad(found[0].sum(), given)
-    torch.testing.assert_close(slopes, torch.autograd.grad(want[0].sum(), given))
+    actual = [
+        torch.nn.functional.scaled_dot_product_attention(*inputs, **options) for _ in range(2)
+    ]
+    torch.testing.assert_close(actual, want, atol=0, rtol=0)
+    slopes = torch.autograd.grad(actual[0].sum(), inputs)
+    torch.testing.assert_close(slopes, torch.autograd.grad(want[0].sum(), inputs))
 
 
 # Arrays on another device than the query
@@ -159,15 +161,15 @@ def test_an_array_on_another_device_is_named(entry_point: str) -> None:
     for mask in (near > 0, near):  # the choice for masks on the query's device is cached
         qkv.attend(x, x, x, mask=mask)
     function = getattr(qkv, entry_point)
-    for reported, how in misplaced().items():
-        given = {"query": x, "key": x, "value": x} | how
-        if entry_point == "weights" and given.pop("value") is not x:
+    for reported, options in misplaced().items():
+        inputs = {"query": x, "key": x, "value": x} | options
+        if entry_point == "weights" and inputs.pop("value") is not x:
             continue
-        arrays = [given.pop(name) for name in ("query", "key", "value") if name in given]
-        found = rf"query is on cpu but .*{reported}.* on meta: .*\.to\(query\.device\)"
+        arrays = [inputs.pop(name) for name in ("query", "key", "value") if name in inputs]
+        result = rf"query is on cpu but .*{reported}.* on meta: .*\.to\(query\.device\)"
         for _ in range(2):
-            with pytest.raises(ArgumentError, match=found):
-                function(*arrays, **given)
+            with pytest.raises(ArgumentError, match=result):
+                function(*arrays, **inputs)
 
 
 def test_a_mask_of_sdpa_on_another_device_is_named() -> None:
@@ -179,12 +181,12 @@ def test_a_mask_of_sdpa_on_another_device_is_named() -> None:
 
 
 @pytest.mark.parametrize("layout", ["jagged", "strided"])
-@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
 @pytest.mark.parametrize("heads", [None, 3])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_torch(layout: str, how: dict[str, Any], heads: int | None) -> None:
+def test_nested_tensors_of_torch(layout: str, options: dict[str, Any], heads: int | None) -> None:
     lead = () if heads is None else (heads,)
-    rows, keys = (4, 1, 6), (4, 3, 2) if not how.get("is_causal") else (4, 1, 6)
+    rows, keys = (4, 1, 6), (4, 3, 2) if not options.get("is_causal") else (4, 1, 6)
     shapes = [
         [(*size, *lead, d) for size in zip(sizes)] for sizes, d in ((rows, 4), (keys, 4), (keys, 5))
     ]
@@ -197,14 +199,16 @@ def test_nested_tensors_of_torch(layout: str, how: dict[str, Any], heads: int | 
         return x if heads is None else x.transpose(1, 2)
 
     q, k, v = map(nested, range(3))
-    out = qkv.scaled_dot_product_attention(q, k, v, **how)
+    out = qkv.scaled_dot_product_attention(q, k, v, **options)
     assert out.is_nested and out.layout == q.layout
     parts = [x if heads is None else x.transpose(0, 1) for x in leaves]
-    want = [torch.nn.functional.scaled_dot_product_attention(*parts[i::3], **how) for i in range(3)]
+    want = [
+        torch.nn.functional.scaled_dot_product_attention(*parts[i::3], **options) for i in range(3)
+    ]
     torch.testing.assert_close(list(out.unbind()), want, atol=1e-12, rtol=0)
     slopes = [
-        torch.autograd.grad(sum(x.square().sum() for x in found), leaves)
-        for found in (out.unbind(), want)
+        torch.autograd.grad(sum(x.square().sum() for x in actual), leaves)
+        for actual in (out.unbind(), want)
     ]
     torch.testing.assert_close(*slopes, atol=1e-12, rtol=0)
     if layout == "jagged":  # a residual can be added
@@ -250,21 +254,21 @@ BEYOND: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("how", BEYOND, ids=lambda how: str(how)[:40])
+@pytest.mark.parametrize("options", BEYOND, ids=lambda options: str(options)[:40])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_scores_that_float64_does_not_hold_are_reported(library, how, dtype):
-    given = [*np.random.default_rng(0).normal(size=(3, 3, 4)).astype(dtype)]
+def test_scores_that_float64_does_not_hold_are_reported(library, options, dtype):
+    inputs = [*np.random.default_rng(0).normal(size=(3, 3, 4)).astype(dtype)]
     if library == "torch":
-        given = [pytest.importorskip("torch").tensor(x) for x in given]
+        inputs = [pytest.importorskip("torch").tensor(x) for x in inputs]
     with pytest.raises(ArgumentError, match=r"overflow float64 .*use a larger bandwidth"):
-        qkv.attend(*given, **how)
+        qkv.attend(*inputs, **options)
 
 
 def test_a_bandwidth_of_any_size_suits_keys_of_that_size():
     query, key, value = np.random.default_rng(0).normal(size=(3, 5, 4))
     want = qkv.attend(query, key, value, score="gaussian")
-    found = qkv.attend(query * 2.0**-700, key * 2.0**-700, value, score=scores.Gaussian(2.0**-700))
-    np.testing.assert_allclose(found, want)
+    actual = qkv.attend(query * 2.0**-700, key * 2.0**-700, value, score=scores.Gaussian(2.0**-700))
+    np.testing.assert_allclose(actual, want)
     met = qkv.attend(key, key, value, score=scores.Gaussian(1e-300))
     np.testing.assert_array_equal(met, value)
 
@@ -272,8 +276,8 @@ def test_a_bandwidth_of_any_size_suits_keys_of_that_size():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_entmax_of_the_largest_alpha_is_the_best_key(dtype):
     query, key, value = (x.astype(dtype) for x in np.random.default_rng(0).normal(size=(3, 5, 4)))
-    found = qkv.attend(query, key, value, weighting=weightings.Entmax(1e308))
-    np.testing.assert_array_equal(found, value[(query @ key.T).argmax(1)])
+    result = qkv.attend(query, key, value, weighting=weightings.Entmax(1e308))
+    np.testing.assert_array_equal(result, value[(query @ key.T).argmax(1)])
     tied = qkv.attend(query, key * 0, value, weighting=weightings.Entmax(1e308))
     np.testing.assert_allclose(tied, np.tile(value.mean(0), (5, 1)), rtol=1e-5)
 
@@ -290,13 +294,13 @@ EXTREME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
-@pytest.mark.parametrize("how", EXTREME, ids=str)
-def test_numbers_that_float32_does_not_hold(how, fw):
+@pytest.mark.parametrize("options", EXTREME, ids=str)
+def test_numbers_that_float32_does_not_hold(options, fw):
     narrow = X.astype("f4")
-    want = qkv.attend(*[narrow.astype("f8")] * 3, **how)
+    want = qkv.attend(*[narrow.astype("f8")] * 3, **options)
     with np.errstate(all="ignore"):
-        found = qkv.attend(*[fw.make_array(narrow, "float32")] * 3, **how)
-    for a, b in zip(*(x if type(x) is tuple else (x,) for x in (found, want)), strict=True):
+        actual = qkv.attend(*[fw.make_array(narrow, "float32")] * 3, **options)
+    for a, b in zip(*(x if type(x) is tuple else (x,) for x in (actual, want)), strict=True):
         assert to_numpy(a).dtype == np.float32
         np.testing.assert_allclose(to_numpy(a), b, rtol=1e-6, atol=1e-38)
 
@@ -318,14 +322,14 @@ def test_numbers_that_jax_without_float64_does_not_hold():
 @pytest.mark.parametrize("at", range(3))
 def test_arrays_on_two_devices(at):
     torch = pytest.importorskip("torch")
-    given = [torch.ones(2, 3) for _ in range(3)]
-    qkv.attend(*given)  # so that there is a plan for these shapes
-    given[at] = given[at].to("meta")
+    inputs = [torch.ones(2, 3) for _ in range(3)]
+    qkv.attend(*inputs)  # so that there is a plan for these shapes
+    inputs[at] = inputs[at].to("meta")
     message = ["query is on meta but key on cpu", "cpu but key on meta", "cpu but value on meta"][
         at
     ]
     with pytest.raises(ArgumentError, match=message):
-        qkv.attend(*given)
+        qkv.attend(*inputs)
 
 
 @pytest.mark.parametrize(

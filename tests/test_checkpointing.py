@@ -44,7 +44,7 @@ MASKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def drawn(*shape: int, dtype: Any = torch.float32) -> Any:
+def random_tensor(*shape: int, dtype: Any = torch.float32) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
 
 
@@ -57,16 +57,19 @@ def run(function: Callable[[Any], Any], x: Any) -> tuple[Any, ...]:
     return out.detach(), x.grad
 
 
-def check(function: Callable[[Any], Any], x: Any, use_reentrant: bool = False, **how: Any) -> None:
+def check(
+    function: Callable[[Any], Any], x: Any, use_reentrant: bool = False, **options: Any
+) -> None:
     """The same with and without a checkpoint, in the first call of its kind and in later ones."""
-    how = {"use_reentrant": use_reentrant, **how}
+    options = {"use_reentrant": use_reentrant, **options}
     plan_cache.PLANS_BY_SIGNATURE.clear()
     plan_cache._PLANS_BY_SIZE_CLASS.clear()
-    found = [
-        run(lambda a: checkpointing.checkpoint(function, a, **how), x) for _ in ("first", "later")
+    actual = [
+        run(lambda a: checkpointing.checkpoint(function, a, **options), x)
+        for _ in ("first", "later")
     ]
     want, near = run(function, x), TOLERANCES[x.dtype]
-    for one in found:
+    for one in actual:
         torch.testing.assert_close(one, want, atol=near, rtol=near)
 
 
@@ -76,8 +79,11 @@ def check(function: Callable[[Any], Any], x: Any, use_reentrant: bool = False, *
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_every_weighting_and_mask(weighting: str, dropout_p: float, engine: Any) -> None:
     for mask in MASKS.values():
-        how = {"weighting": WEIGHTINGS[weighting], "mask": mask(), "dropout_p": dropout_p}
-        check(lambda a, how=how: qkv.attend(a, a, a, **how, engine=engine), drawn(2, 2, N, D))
+        options = {"weighting": WEIGHTINGS[weighting], "mask": mask(), "dropout_p": dropout_p}
+        check(
+            lambda a, options=options: qkv.attend(a, a, a, **options, engine=engine),
+            random_tensor(2, 2, N, D),
+        )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -85,12 +91,12 @@ def test_every_weighting_and_mask(weighting: str, dropout_p: float, engine: Any)
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15"])
 def test_every_precision(weighting: str, dtype: Any, use_reentrant: bool) -> None:
     for mask, dropout_p in itertools.product(("none", "causal", "boolean"), (0.0, 0.3)):
-        how = {"weighting": weighting, "mask": MASKS[mask](), "dropout_p": dropout_p}
-        x = drawn(2, 2, N, D, dtype=dtype)
-        check(lambda a, how=how: qkv.attend(a, a, a, **how), x, use_reentrant)
+        options = {"weighting": weighting, "mask": MASKS[mask](), "dropout_p": dropout_p}
+        x = random_tensor(2, 2, N, D, dtype=dtype)
+        check(lambda a, options=options: qkv.attend(a, a, a, **options), x, use_reentrant)
 
 
-W = drawn(16, D).detach()
+W = random_tensor(16, D).detach()
 SCORES: dict[str, Any] = {
     **{name: name for name in ("gaussian", "cosine", "laplace")},
     "multiplicative": scores.Multiplicative(W[:D]),
@@ -117,24 +123,24 @@ def check_score(score: str, engine: str | None) -> None:
     def attend(a: Any) -> Any:
         return qkv.attend(a, a, a, score=SCORES[score], engine=engine)
 
-    x = drawn(2, 2, N, D)
+    x = random_tensor(2, 2, N, D)
     attend(x.detach())  # raises where the engine does not serve the call
     check(attend, x)
 
 
-@pytest.mark.applies(lambda wanted, weighting, **_: wanted != "lse" or weighting == "softmax")
+@pytest.mark.applies(lambda expected, weighting, **_: expected != "lse" or weighting == "softmax")
 @pytest.mark.parametrize("n", [N, 300])
-@pytest.mark.parametrize("wanted", [True, "mean", "lse", "alone"])
+@pytest.mark.parametrize("expected", [True, "mean", "lse", "alone"])
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15"])
-def test_the_weights_and_the_log_sum_exp_too(weighting: str, wanted: Any, n: int) -> None:
+def test_the_weights_and_the_log_sum_exp_too(weighting: str, expected: Any, n: int) -> None:
     def attend(a: Any) -> Any:
-        if wanted == "alone":
+        if expected == "alone":
             return qkv.weights(a, a, weighting=weighting, dropout_p=0.2)
-        how = {"return_lse": True} if wanted == "lse" else {"return_weights": wanted}
-        found = qkv.attend(a, a, a, weighting=weighting, **how)
-        return torch.cat([x.flatten() for x in found])
+        options = {"return_lse": True} if expected == "lse" else {"return_weights": expected}
+        actual = qkv.attend(a, a, a, weighting=weighting, **options)
+        return torch.cat([x.flatten() for x in actual])
 
-    check(attend, drawn(1, 2, n, D))
+    check(attend, random_tensor(1, 2, n, D))
 
 
 LARGE: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
@@ -153,7 +159,7 @@ LARGE: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_longer_sequences_and_other_shapes(name: str) -> None:
     function, shape = LARGE[name]
-    check(function, drawn(*shape))
+    check(function, random_tensor(*shape))
 
 
 def test_a_key_that_is_not_finite_behind_the_mask() -> None:
@@ -161,7 +167,7 @@ def test_a_key_that_is_not_finite_behind_the_mask() -> None:
     mask = (torch.arange(N) < N - 1).expand(N, N)
     spoiled = torch.zeros(N, 1)
     spoiled[-1] = float("nan")
-    check(lambda a: qkv.attend(a, a.detach() + spoiled, a, mask=mask), drawn(2, 2, N, D))
+    check(lambda a: qkv.attend(a, a.detach() + spoiled, a, mask=mask), random_tensor(2, 2, N, D))
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15"])
@@ -170,7 +176,7 @@ def test_under_autocast(weighting: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return qkv.attend(a, a, a, weighting=weighting, dropout_p=0.3).float()
 
-    check(attend, drawn(2, 2, N, D))
+    check(attend, random_tensor(2, 2, N, D))
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "entmax15", "sigmoid"])
@@ -184,7 +190,7 @@ def test_what_to_save_may_be_selected(weighting: str) -> None:
     def attend(a: Any) -> Any:
         return qkv.attend(a @ W[:D], a, a, weighting=weighting)
 
-    check(attend, drawn(2, 2, N, D), context_fn=context)
+    check(attend, random_tensor(2, 2, N, D), context_fn=context)
 
 
 def test_a_graph_of_torch_compile() -> None:
@@ -194,7 +200,7 @@ def test_a_graph_of_torch_compile() -> None:
     def held(a: Any) -> Any:
         return checkpointing.checkpoint(attend, a, use_reentrant=False)
 
-    x = drawn(1, 2, N, D)
+    x = random_tensor(1, 2, N, D)
     compiled = torch.compile(held, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, x), run(attend, x))
     inner = torch.compile(attend, backend="aot_eager")
@@ -222,7 +228,7 @@ def test_layers_in_training(name: str, use_reentrant: bool) -> None:
     def forward(a: Any) -> Any:
         return layer(a, a, a, need_weights=False)[0] if is_heads else layer(a)
 
-    check(forward, drawn(2, N, D), use_reentrant)
+    check(forward, random_tensor(2, N, D), use_reentrant)
     slopes = []
     for held in (False, True):
         layer.zero_grad()
@@ -232,7 +238,7 @@ def test_layers_in_training(name: str, use_reentrant: bool) -> None:
             def inner(a: Any) -> Any:
                 return checkpointing.checkpoint(forward, a, use_reentrant=use_reentrant)
 
-        run(inner, drawn(2, N, D))
+        run(inner, random_tensor(2, N, D))
         slopes.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
     torch.testing.assert_close(*slopes)
 
@@ -248,16 +254,16 @@ def test_jax_checkpoint(weighting: str, jitted: bool) -> None:
     if "jax" not in [fw.name for fw in FRAMEWORKS]:
         pytest.skip("jax is not among the frameworks of this run")
     jax = pytest.importorskip("jax")
-    x = jax.numpy.asarray(drawn(1, 2, N, D).detach().numpy())
-    for how in ({}, {"mask": masks.causal, "dropout_p": 0.3, "seed": 7, "score": "gaussian"}):
+    x = jax.numpy.asarray(random_tensor(1, 2, N, D).detach().numpy())
+    for options in ({}, {"mask": masks.causal, "dropout_p": 0.3, "seed": 7, "score": "gaussian"}):
 
-        def loss(a: Any, how: Any = how) -> Any:
-            return (qkv.attend(a, a, a, weighting=weighting, **how) ** 2).sum()
+        def loss(a: Any, options: Any = options) -> Any:
+            return (qkv.attend(a, a, a, weighting=weighting, **options) ** 2).sum()
 
         made = [jax.value_and_grad(f) for f in (loss, jax.checkpoint(loss))]
-        want, found = [(jax.jit(f) if jitted else f)(x) for f in made]
-        np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
-        np.testing.assert_allclose(found[1], want[1], rtol=1e-4, atol=1e-5)
+        want, actual = [(jax.jit(f) if jitted else f)(x) for f in made]
+        np.testing.assert_allclose(actual[0], want[0], rtol=1e-5)
+        np.testing.assert_allclose(actual[1], want[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -266,11 +272,11 @@ def test_tensorflow_recompute_grad(weighting: str, in_graph: bool) -> None:
     if "tensorflow" not in [fw.name for fw in FRAMEWORKS]:
         pytest.skip("tensorflow is not among the frameworks of this run")
     tf = pytest.importorskip("tensorflow")
-    x = tf.Variable(drawn(1, 2, N, D).detach().numpy())
-    for how in ({}, {"mask": masks.causal, "dropout_p": 0.3, "seed": 7, "score": "gaussian"}):
+    x = tf.Variable(random_tensor(1, 2, N, D).detach().numpy())
+    for options in ({}, {"mask": masks.causal, "dropout_p": 0.3, "seed": 7, "score": "gaussian"}):
 
-        def attend(a: Any, how: Any = how) -> Any:
-            return qkv.attend(a, a, a, weighting=weighting, **how)
+        def attend(a: Any, options: Any = options) -> Any:
+            return qkv.attend(a, a, a, weighting=weighting, **options)
 
         def slope(function: Any) -> Any:
             with tf.GradientTape() as tape:
@@ -278,8 +284,8 @@ def test_tensorflow_recompute_grad(weighting: str, in_graph: bool) -> None:
             return out, tape.gradient(out, x)
 
         held = tf.recompute_grad(attend)
-        found = [
+        actual = [
             (tf.function(slope, autograph=False) if in_graph else slope)(f) for f in (attend, held)
         ]
-        for want, other in zip(*found, strict=True):
+        for want, other in zip(*actual, strict=True):
             np.testing.assert_allclose(other, want, rtol=1e-4, atol=1e-5)

@@ -24,12 +24,12 @@ GRADES = qkv.Database([(3.1, 70.0), (3.9, 95.0)])
 POINTS = qkv.Database(np.eye(3), ["a", "b", "c"])
 
 
-def attend(query: Any = X, key: Any = X, value: Any = X, **how: Any) -> Any:
-    return qkv.attend(query, key, value, **how)
+def attend(query: Any = X, key: Any = X, value: Any = X, **options: Any) -> Any:
+    return qkv.attend(query, key, value, **options)
 
 
-def books(**how: Any) -> Any:
-    return qkv.Database.from_source("books.csv", encoder="characters", **how)
+def books(**options: Any) -> Any:
+    return qkv.Database.from_source("books.csv", encoder="characters", **options)
 
 
 # Each: what he tries, and what the one line must say.
@@ -313,8 +313,8 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_says_where_an_argument_goes(layer) -> None:
     module = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
-    name, _, given = layer.partition(".")[2].partition("(")
-    kind, sizes = getattr(module, name), [int(x) for x in given[:-1].split(", ") if x]
+    name, _, inputs = layer.partition(".")[2].partition("(")
+    kind, sizes = getattr(module, name), [int(x) for x in inputs[:-1].split(", ") if x]
     for word, message in LAYERS[layer].items():
         with pytest.raises(TypeError, match=message):
             kind(*sizes, **{word: 1})
@@ -369,11 +369,11 @@ CALLS = {
 def test_a_call_of_a_layer_says_where_an_argument_goes(layer) -> None:
     torch = pytest.importorskip("torch")
     module = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
-    name, _, given = layer.partition(".")[2].partition("(")
-    made = getattr(module, name)(*[int(x) for x in given[:-1].split(", ") if x])
+    name, _, inputs = layer.partition(".")[2].partition("(")
+    made = getattr(module, name)(*[int(x) for x in inputs[:-1].split(", ") if x])
     x = torch.ones(1, 3, 4)
-    given = inspect.signature(made.call if hasattr(made, "call") else made.forward).parameters
-    needs = [p for p in given.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    inputs = inspect.signature(made.call if hasattr(made, "call") else made.forward).parameters
+    needs = [p for p in inputs.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     for word, message in CALLS[layer].items():
         with pytest.raises(TypeError, match=message):
             made(*[[x, x] if p.name == "inputs" else x for p in needs], **{word: 1})
@@ -413,9 +413,9 @@ def test_a_score_names_what_it_is_built_with() -> None:
 def test_a_formula_of_lists_says_how_they_become_arrays(name) -> None:
     rows = [[0.0], [1.0]]
     formula = scores.resolve(name)
-    for given in ((rows, np.array(rows)), (rows, rows)):
+    for inputs in ((rows, np.array(rows)), (rows, rows)):
         with pytest.raises(QkvError, match=r"list: pass np.asarray"):
-            formula(*given)
+            formula(*inputs)
     with pytest.raises(QkvError, match=r"list: pass np.asarray"):
         weightings.Softmax()(rows)
 
@@ -444,14 +444,14 @@ def test_what_a_notebook_shows_is_what_print_shows() -> None:
     nn = pytest.importorskip("qkv.nn")
     keys = [f"name {i}" for i in range(20)]
     D = qkv.Database({key: float(i) for i, key in enumerate(keys)}, encoder="characters")
-    for found, part in (
+    for result, part in (
         (qkv.explain(X, X, X), "engine: dense ("),
         (qkv.warm(X, X, X), "engine: dense"),
         (nn.describe(nn.TransformerBlock(8, 2)), "layer      kind"),
         (D.learn([(key[1:], key) for key in keys], epochs=1), "recall"),
         (D.calibrate([(key[1:], key) for key in keys]), "0.9"),
     ):
-        assert repr(found) == str(found) and part in repr(found) and "array(" not in repr(found)
+        assert repr(result) == str(result) and part in repr(result) and "array(" not in repr(result)
 
 
 def test_numbers_of_millions_are_read_as_such() -> None:
@@ -474,8 +474,10 @@ def test_every_framework_takes_every_number(number) -> None:
     kinds = [scores.Gaussian, scores.Laplace, scores.Boxcar, scores.Cosine, scores.ScaledDot]
     ways = [(scores.ScaledDot(softcap=number), "softmax"), ("dot", weightings.Softmax(number))]
     for score, weighting in [*((kind(number), "softmax") for kind in kinds), *ways]:
-        how = {"score": score, "weighting": weighting}
-        out = [qkv.attend(make(x), make(x), make(x), **how) for make in (np.array, torch.tensor)]
+        options = {"score": score, "weighting": weighting}
+        out = [
+            qkv.attend(make(x), make(x), make(x), **options) for make in (np.array, torch.tensor)
+        ]
         np.testing.assert_allclose(out[1], out[0], rtol=1e-12)
 
 

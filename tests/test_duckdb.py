@@ -55,8 +55,8 @@ def refused(con: Any, sql: str, *values: Any) -> str:
 
 
 def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
-    found = con.sql(f"SELECT * FROM qkv_ask('{books}', 'a whale', top := 2)")
-    types = dict(zip(found.columns, map(str, found.types), strict=True))
+    result = con.sql(f"SELECT * FROM qkv_ask('{books}', 'a whale', top := 2)")
+    types = dict(zip(result.columns, map(str, result.types), strict=True))
     assert types == {
         "about": "VARCHAR",
         "title": "VARCHAR",
@@ -70,7 +70,7 @@ def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
     }
     with qkv.open(books) as database:
         answer = database.ask("a whale", top=2)
-    rows = [dict(zip(found.columns, row, strict=True)) for row in found.fetchall()]
+    rows = [dict(zip(result.columns, row, strict=True)) for row in result.fetchall()]
     assert [row["title"] for row in rows] == [row.record["title"] for row in answer.rows]
     np.testing.assert_allclose([row["weight"] for row in rows], [r.weight for r in answer.rows])
     assert [row["rank"] for row in rows] == [1, 2]
@@ -96,9 +96,9 @@ def test_numbers_keep_their_digits_and_nan_is_missing(con, tmp_path):
     ]
     with qkv.open(tmp_path / "wide.qkv") as D:
         D.extend(rows)
-    found = con.execute(f"SELECT wide, few FROM qkv_ask('{D.path}', 'a') ORDER BY key")
-    assert [str(column[1]) for column in found.description] == ["HUGEINT", "BIGINT"]
-    assert found.fetchall() == [(ints[0], 1), (ints[1], None), (ints[2], None)]
+    result = con.execute(f"SELECT wide, few FROM qkv_ask('{D.path}', 'a') ORDER BY key")
+    assert [str(column[1]) for column in result.description] == ["HUGEINT", "BIGINT"]
+    assert result.fetchall() == [(ints[0], 1), (ints[1], None), (ints[2], None)]
 
 
 def test_a_struct_names_columns_of_the_key(con, tmp_path):
@@ -109,11 +109,11 @@ def test_a_struct_names_columns_of_the_key(con, tmp_path):
 
 
 def test_questions_may_be_a_column(con, books):
-    asked = "(VALUES (1, 'whale'), (2, 'matchmaker'), (3, NULL), (4, 'count')) AS asked(id, q)"
-    found = con.execute(
-        f"SELECT id, title FROM {asked}, qkv_ask(?, asked.q, top := 1) ORDER BY id", [str(books)]
+    queries = "(VALUES (1, 'whale'), (2, 'matchmaker'), (3, NULL), (4, 'count')) AS asked(id, q)"
+    result = con.execute(
+        f"SELECT id, title FROM {queries}, qkv_ask(?, asked.q, top := 1) ORDER BY id", [str(books)]
     )
-    assert found.fetchall() == [(1, "Moby-Dick"), (2, "Emma"), (4, "Dracula")]
+    assert result.fetchall() == [(1, "Moby-Dick"), (2, "Emma"), (4, "Dracula")]
 
 
 def test_ask_takes_the_options_of_ask(con, books):
@@ -154,9 +154,9 @@ def test_what_ask_refuses_says_the_next_step(con, books):
 def test_a_column_of_any_name_is_a_column(con, tmp_path):
     with qkv.open(tmp_path / "odd.qkv", key="a", value='x"; DROP TABLE t; --') as database:
         database.extend([{"a": "k", 'x"; DROP TABLE t; --': 1, "weight": 7}])
-    found = con.execute("FROM qkv_ask(?, 'k')", [str(tmp_path / "odd.qkv")]).fetchdf()
-    assert list(found) == ["a", 'x"; DROP TABLE t; --', "weight", "weight_1", "rank"]
-    assert found.values.tolist() == [["k", 1, 7, 1.0, 1]]
+    result = con.execute("FROM qkv_ask(?, 'k')", [str(tmp_path / "odd.qkv")]).fetchdf()
+    assert list(result) == ["a", 'x"; DROP TABLE t; --', "weight", "weight_1", "rank"]
+    assert result.values.tolist() == [["k", 1, 7, 1.0, 1]]
 
 
 # qkv_join
@@ -182,10 +182,10 @@ JOIN = """
 """
 
 
-def test_join_puts_the_nearest_rows_beside_each(shop):
-    found = shop.sql(JOIN.format(1))
-    assert found.columns == ["item", "n", "the name", "price", "weight", "rank"]
-    rows = found.fetchall()
+def test_join_adds_the_nearest_rows_to_each_row(shop):
+    result = shop.sql(JOIN.format(1))
+    assert result.columns == ["item", "n", "the name", "price", "weight", "rank"]
+    rows = result.fetchall()
     assert [row[:4] for row in rows] == [("chese", 1, "cheese", 2.5), ("bred", 3, "bread", 1.5)]
     goods = qkv.Database(["bread", "cheese", "milk"], range(3), encoder="characters")
     weights = [goods.ask(item).rows[0].weight for item in ("chese", "bred")]
@@ -202,11 +202,11 @@ def test_join_calls_no_function_that_sql_names(shop, capfd, encoder):
 
 def test_join_takes_numbers_and_frames(con):
     pandas = pytest.importorskip("pandas")
-    asked = pandas.DataFrame({"x": [1.1, 2.9]})
+    frame = pandas.DataFrame({"x": [1.1, 2.9]})
     known = pandas.DataFrame({"y": [1, 2, 3], "name": ["one", "two", "three"]})
     sql = "SELECT name FROM qkv_join('asked', 'known', on_left := 'x', on_right := 'y')"
     assert con.execute(sql).fetchall() == [("one",), ("three",)]
-    assert len(asked) < len(known)
+    assert len(frame) < len(known)
 
 
 def test_join_leaves_out_a_key_of_blanks_that_the_other_side_has_not(con):
@@ -254,8 +254,8 @@ def test_attend_is_the_sum_of_the_equation(con):
         "CREATE OR REPLACE TEMP TABLE vectors (i INT, q DOUBLE[], k DOUBLE[][], v DOUBLE[][])"
     )
     con.executemany("INSERT INTO vectors VALUES (?, ?, ?, ?)", rows)
-    found = con.execute("SELECT attend(q, k, v) FROM vectors ORDER BY i").fetchall()
-    for i, (out,) in enumerate(found):
+    result = con.execute("SELECT attend(q, k, v) FROM vectors ORDER BY i").fetchall()
+    for i, (out,) in enumerate(result):
         np.testing.assert_allclose(out, softmax((k[i] @ q[i] / np.sqrt(3)).tolist()) @ v[i])
 
 
@@ -266,20 +266,20 @@ def test_a_score_or_a_weighting_that_is_null_is_the_default(con):
 
 
 def test_attend_over_groups_of_rows(con):
-    found = con.execute(
+    result = con.execute(
         """
         SELECT x, attend(x, list(k), list(10 * k), score := 'gaussian:0.5', weighting := 'hard')
         FROM (VALUES (0.2), (2.9)) AS a(x), range(5) AS b(k) GROUP BY x ORDER BY x
         """
     )
-    assert [float(row[1]) for row in found.fetchall()] == [0.0, 30.0]
-    found = con.execute(
+    assert [float(row[1]) for row in result.fetchall()] == [0.0, 30.0]
+    result = con.execute(
         """
         SELECT attend([1, 0]::FLOAT[2], list(k), list([y]), score := 'dot')[1]
         FROM (VALUES ([1, 0]::FLOAT[2], 3.0), ([0, 1]::FLOAT[2], 5.0)) AS b(k, y)
         """
     )
-    assert found.fetchone()[0] == pytest.approx((np.e * 3 + 5) / (np.e + 1))
+    assert result.fetchone()[0] == pytest.approx((np.e * 3 + 5) / (np.e + 1))
 
 
 def test_rows_of_different_lengths_keep_their_places(con):
@@ -326,20 +326,20 @@ def test_a_cursor_is_registered_on_its_own(con, books):
 
 
 def test_threads_ask_through_cursors_of_their_own(con, books):
-    found: list[Any] = []
+    result: list[Any] = []
 
     def ask(title: str) -> None:
         with con.cursor() as cursor:
             qkv.duckdb.register(cursor)
             sql = "SELECT title, attend(k, [1], [2]) FROM qkv_ask(?, ?, top := 1), range(3000) t(k)"
-            found.append(set(cursor.execute(sql, [str(books), title]).fetchall()))
+            result.append(set(cursor.execute(sql, [str(books), title]).fetchall()))
 
     threads = [threading.Thread(target=ask, args=(q,)) for q in ("whale", "matchmaker", "count")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(map(sorted, found)) == [[(title, 2.0)] for title in sorted(TITLES)]
+    assert sorted(map(sorted, result)) == [[(title, 2.0)] for title in sorted(TITLES)]
 
 
 def test_nothing_is_left_in_the_file(tmp_path):
@@ -377,5 +377,5 @@ def test_dates_are_their_iso_text_in_sql(tmp_path):
     qkv.Database.from_columns(columns, key="day", value="price", path=path).close()
     with duckdb.connect() as con:
         qkv.duckdb.register(con)
-        found = con.sql(f"SELECT day, price FROM qkv_ask('{path}', '2024-01-06', top := 1)")
-        assert found.fetchall() == [("2024-01-05", 1.0)]
+        result = con.sql(f"SELECT day, price FROM qkv_ask('{path}', '2024-01-06', top := 1)")
+        assert result.fetchall() == [("2024-01-05", 1.0)]

@@ -65,8 +65,8 @@ class Kit:
         run = getattr(self, f"_{self.name}")(function)
 
         def both(*arrays: Any) -> tuple[list[Any], list[Any]]:
-            outputs, found = run(arrays)
-            pairs = zip(arrays, found, strict=bool(found))
+            outputs, result = run(arrays)
+            pairs = zip(arrays, result, strict=bool(result))
             filled = [
                 np.zeros(get_framework(x).static_shape(x)) if g is None else to_numpy(g)
                 for x, g in pairs
@@ -197,20 +197,20 @@ each_engine = cases(**SOFTMAX)
 
 def everything(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> list[Any]:
     """The output through an engine, the weights and, where there is one, the log-sum-exp."""
-    given = {"score": "dot", "weighting": "softmax", "mask": None} | options
-    if isinstance(given["weighting"], str):
-        given["weighting"] = WEIGHTINGS[given["weighting"]]
-    alpha = qkv.weights(q, k, **given)
-    lse = given["weighting"].has_lse and engine != "native"
+    inputs = {"score": "dot", "weighting": "softmax", "mask": None} | options
+    if isinstance(inputs["weighting"], str):
+        inputs["weighting"] = WEIGHTINGS[inputs["weighting"]]
+    alpha = qkv.weights(q, k, **inputs)
+    lse = inputs["weighting"].has_lse and engine != "native"
     if engine == "blocks":
-        call = replace(build_call(q, k, v, *given.values(), 0.0, None, None), wants_lse=lse)
+        call = replace(build_call(q, k, v, *inputs.values(), 0.0, None, None), wants_lse=lse)
         with call.fw.compute_context():
-            out, found, _ = streaming.run(call, (2, 3))
-        return [out, alpha, found[..., 0]] if lse else [out, alpha]
+            out, result, _ = streaming.run(call, (2, 3))
+        return [out, alpha, result[..., 0]] if lse else [out, alpha]
     if lse:
-        out, found = qkv.attend(q, k, v, engine=engine, return_lse=True, **given)
-        return [out, alpha, found]
-    return [qkv.attend(q, k, v, engine=engine, **given), alpha]
+        out, result = qkv.attend(q, k, v, engine=engine, return_lse=True, **inputs)
+        return [out, alpha, result]
+    return [qkv.attend(q, k, v, engine=engine, **inputs), alpha]
 
 
 # The kernel of torch refuses what is not finite, so there engine=None takes the next.
@@ -237,7 +237,7 @@ def removed(q: Any, k: Any, v: Any, live: Any, score: Any, weighting: str) -> np
     return out
 
 
-def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     got, want = to_numpy(got), np.asarray(want)
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
@@ -286,9 +286,9 @@ def test_one_row_is_the_answer(kit: Kit, engine: str, weighting: str) -> None:
         "raw": float(score(q, k)[0, 0]),
         "sigmoid": 1 / (1 + math.exp(-float(score(q, k)[0, 0]))),
     }.get(weighting, 1.0)
-    out, found, *_ = everything(engine, kit(q), kit(k), kit(v), score=score, weighting=weighting)
-    close(out, alpha * v)
-    close(found, [[alpha]])
+    out, result, *_ = everything(engine, kit(q), kit(k), kit(v), score=score, weighting=weighting)
+    assert_close(out, alpha * v)
+    assert_close(result, [[alpha]])
 
 
 @each_engine
@@ -298,14 +298,14 @@ def test_width_one(kit: Kit, engine: str, weighting: str) -> None:
     want = [[sum(w * x for w, x in zip(row, v, strict=True)) / sum(row)] for row in e]
     for score in ("dot", "scaled_dot"):
         out = attend(engine, *(kit(np.array(x)[:, None]) for x in (q, k, v)), score=score)
-        close(out, want)
+        assert_close(out, want)
 
 
 @each_engine
 def test_width_zero_compares_nothing(kit: Kit, engine: str, weighting: str) -> None:
     v = data()[2]
     out = attend(engine, kit(np.zeros((N, 0))), kit(np.zeros((M, 0))), kit(v), score="scaled_dot")
-    close(out, np.broadcast_to(v.mean(0), (N, DV)))
+    assert_close(out, np.broadcast_to(v.mean(0), (N, DV)))
     none = attend(engine, *map(kit, data()[:2]), kit(np.zeros((M, 0))))
     assert to_numpy(none).shape == (N, 0)
     x = kit(np.zeros((1, 1, N, 0)))
@@ -349,9 +349,9 @@ def check_dead(kit: Kit, engine: str, weighting: str, mask: Any, live: np.ndarra
     pull = kit.pull(lambda *x: everything(engine, *x, **options))
     (out, alpha, *lse), gradients = pull(*(kit(x[None]) for x in (q, k, v)))
     assert (out[0, dead] == 0).all()
-    close(out[0], removed(q, k, v, live, score_of(weighting), weighting))
+    assert_close(out[0], removed(q, k, v, live, score_of(weighting), weighting))
     assert (alpha[0, ~live] == 0).all()
-    close(alpha @ v, out)
+    assert_close(alpha @ v, out)
     if lse:
         assert np.array_equal(lse[0][0] == -INF, dead)
         assert np.isfinite(lse[0][0, ~dead]).all()
@@ -397,10 +397,10 @@ def test_a_query_of_nan_without_keys(kit: Kit, engine: str, weighting: str) -> N
     through = None if engine == "native" else engine
     pull = kit.pull(lambda *x: everything(through, *x, **options))
     outputs, gradients = pull(*map(kit, (q, k, v)))
-    others, wanted = pull(*map(kit, (clean, k, v)))
-    close(outputs[0], removed(clean, k, v, LIVE, score_of(weighting), weighting))
-    for got, want in zip(outputs + gradients, others + wanted, strict=True):
-        close(got, want)
+    others, expected = pull(*map(kit, (clean, k, v)))
+    assert_close(outputs[0], removed(clean, k, v, LIVE, score_of(weighting), weighting))
+    for got, want in zip(outputs + gradients, others + expected, strict=True):
+        assert_close(got, want)
 
 
 # NaN
@@ -409,18 +409,21 @@ def test_a_query_of_nan_without_keys(kit: Kit, engine: str, weighting: str) -> N
 def hiding_masks(kit: Kit) -> dict[str, tuple[Any, np.ndarray]]:
     """Masks for a query (1, N, D) under which no query sees keys 4 and 5."""
     open_to = np.broadcast_to(np.arange(M) < 4, (N, M))
-    some = open_to & (np.arange(M) != np.arange(N)[:, None])
+    allowed = open_to & (np.arange(M) != np.arange(N)[:, None])
     return {
         "causal": (masks.causal, np.tri(N, M, dtype=bool)),
         "lengths": (masks.lengths([4]), open_to),
-        "boolean": (kit(some), some),
-        "float": (kit(np.where(some, 0.25, -INF)), some),
+        "boolean": (kit(allowed), allowed),
+        "float": (kit(np.where(allowed, 0.25, -INF)), allowed),
         "window": (masks.window(0), np.eye(N, M, dtype=bool)),
-        "combined": (masks.window(1) & kit(some), some & (np.tri(N, M, 1) - np.tri(N, M, -2) > 0)),
+        "combined": (
+            masks.window(1) & kit(allowed),
+            allowed & (np.tri(N, M, 1) - np.tri(N, M, -2) > 0),
+        ),
     }
 
 
-def poisoned(*rows: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def poison_data(*rows: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Data with NaN and ±∞ in these rows of key and value, and the same with 0 there."""
     bad, clean = data(5), data(5)
     for at, row in enumerate(rows):
@@ -431,18 +434,18 @@ def poisoned(*rows: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def check_hidden(kit: Kit, engine: str, weighting: str, kind: str, score: Any = None) -> None:
-    bad, clean = poisoned(4, 5)
+    bad, clean = poison_data(4, 5)
     mask, live = hiding_masks(kit)[kind]
     score = score_of(weighting) if score is None else score
     options = {"score": score, "weighting": weighting, "mask": mask}
     through = None if engine == "native" else engine
     pull = kit.pull(lambda *x: everything(through, *x, **options))
     outputs, gradients = pull(*(kit(x[None]) for x in bad))
-    others, wanted = pull(*(kit(x[None]) for x in clean))
+    others, expected = pull(*(kit(x[None]) for x in clean))
     if isinstance(score, scores.Dot | scores.Epanechnikov):
-        close(outputs[0][0], removed(*clean, live, score, weighting))
-    for got, want in zip(outputs + gradients, others + wanted, strict=True):
-        close(got, want)
+        assert_close(outputs[0][0], removed(*clean, live, score, weighting))
+    for got, want in zip(outputs + gradients, others + expected, strict=True):
+        assert_close(got, want)
     for gradient in gradients[1:]:
         assert not gradient[0, 4:].any()
 
@@ -484,7 +487,7 @@ def test_nan_behind_a_mask_where_cosine_is_lowered(kit: Kit, weighting: str) -> 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_nan_that_a_query_sees_where_cosine_is_lowered(kit: Kit) -> None:
-    bad, clean = poisoned(4, 5)
+    bad, clean = poison_data(4, 5)
     options = {"score": "cosine", "mask": kit(np.arange(M) < np.array([[4], [4], [4], [5]]))}
     pull = kit.pull(lambda *x: [qkv.attend(*x, engine="lowered", **options)])
     (out,), gradients = pull(*(kit(x[None]) for x in (bad[0], bad[1], clean[2])))
@@ -520,18 +523,18 @@ def test_nan_shows_where_it_is_live_and_only_there(
         arrays = [x.copy() for x in (q, k, v)]
         arrays[which][2, 0] = bad
         out = run(*map(kit, arrays))[0][0]
-        close(out[hidden], want[hidden])
+        assert_close(out[hidden], want[hidden])
         if (which, weighting) == (1, "average"):  # it does not look at keys
-            close(out, want)
+            assert_close(out, want)
             continue
         shown = out[~hidden] if which == 1 else out[~hidden, :1]
         assert not np.isfinite(shown).any()
         if which == 2:
-            close(out[:, 1:], want[:, 1:])
+            assert_close(out[:, 1:], want[:, 1:])
     spoiled = q.copy()
     spoiled[1, 1] = NAN
     out = run(kit(spoiled), kit(k), kit(v))[0][0]
-    close(out[[0, 2, 3]], want[[0, 2, 3]])
+    assert_close(out[[0, 2, 3]], want[[0, 2, 3]])
     assert weighting == "average" or np.isnan(out[1]).all()
 
 
@@ -545,7 +548,7 @@ def test_nan_in_a_mask_of_floats_shows_and_rules_nothing_out(
     through = None if engine == "native" else engine
     options = {"score": scores.Dot(), "weighting": weighting, "mask": kit(bias)}
     out = to_numpy(attend(through, *map(kit, arrays), **options))
-    close(out[[0, 2, 3]], want[[0, 2, 3]])
+    assert_close(out[[0, 2, 3]], want[[0, 2, 3]])
     assert np.isnan(out[1]).all()
 
 
@@ -566,14 +569,14 @@ def test_a_value_of_weight_zero_does_not_show(
     v = np.array([[1.0], [2.0], [3.0], [4.0], [bad]])
     out = attend(engine, *map(kit, (q, k, v)), weighting=weighting)
     w = 1 / (1 + math.exp(-4)) if weighting == "top 2" else 1.0
-    close(out, [[w * 1 + (1 - w) * 2], [w * 3 + (1 - w) * 4]])
+    assert_close(out, [[w * 1 + (1 - w) * 2], [w * 3 + (1 - w) * 4]])
 
 
 @cases(few=("raw",), every=("raw", "normalized"))
 def test_a_value_outside_the_window_does_not_show(kit: Kit, engine: str, weighting: str) -> None:
     q, k, v = [[0.0], [9.0]], [[0.0], [0.5], [9.0]], [[2.0], [4.0], [NAN]]
     out = to_numpy(attend(engine, *map(kit, (q, k, v)), score="boxcar", weighting=weighting))
-    close(out[0], [6.0 if weighting == "raw" else 3.0])
+    assert_close(out[0], [6.0 if weighting == "raw" else 3.0])
     assert np.isnan(out[1]).all()
 
 
@@ -596,20 +599,20 @@ def test_scores_of_1e30(kit: Kit, engine: str, weighting: str, width: int) -> No
             "sigmoid": one_hot + np.eye(4)[3] / 2,
         }.get(weighting, one_hot / len(top))
         (out, weights, *lse), gradients = pull(*map(kit, (q, k, v)))
-        close(weights, [alpha])
-        close(out, [alpha @ v])
-        for found in lse:
-            close(found / 1e30, [1.0])
+        assert_close(weights, [alpha])
+        assert_close(out, [alpha @ v])
+        for result in lse:
+            assert_close(result / 1e30, [1.0])
         finite(gradients)
         if gradients and engine != "native":  # torch's kernel keeps the log-sum-exp alone
-            close(gradients[2], np.outer(alpha, slope((1, 2))))
+            assert_close(gradients[2], np.outer(alpha, slope((1, 2))))
         k[:, 0] = -1e15
         alpha = {
             "hard": np.eye(4)[0],
             "top 2": np.array([0.5, 0.5, 0, 0]),
             "sigmoid": np.full(4, float(sign < 0)),
         }.get(weighting, np.full(4, 0.25))
-        close(pull(*map(kit, (q, k, v)))[0][0], [alpha @ v])
+        assert_close(pull(*map(kit, (q, k, v)))[0][0], [alpha @ v])
 
 
 @cases(**SOFTMAX, low=[-1e9, -1e30, float(np.finfo("float32").min)])
@@ -621,7 +624,9 @@ def test_a_large_negative_mask_is_a_number(
     bias = np.where(LIVE, 0.0, low)
     s = (q @ k.T + bias).astype("float32").astype(float)
     e = np.exp(s - s.max(-1, keepdims=True))
-    close(attend(engine, kit(q), kit(k), kit(v), mask=kit(bias)), e / e.sum(-1, keepdims=True) @ v)
+    assert_close(
+        attend(engine, kit(q), kit(k), kit(v), mask=kit(bias)), e / e.sum(-1, keepdims=True) @ v
+    )
 
 
 @each_engine
@@ -637,9 +642,11 @@ def test_subnormal_numbers(kit: Kit, engine: str, weighting: str) -> None:
     assert flushed or math.isclose(out[0, 0], 2 * small, rel_tol=1e-4)
     if kit.name in QUICK:
         alpha = qkv.weights(kit(q), kit(k), score=scores.Cosine(), weighting="raw")
-        close(alpha, [[math.sqrt(0.5), 1.0]], 1e-4)
+        assert_close(alpha, [[math.sqrt(0.5), 1.0]], 1e-4)
         halves = scores.Modified("constant", lambda s, b, h, i, j: s * small)
-        close(qkv.weights(kit(q), kit(k), score=halves, weighting="normalized"), [[0.5, 0.5]])
+        assert_close(
+            qkv.weights(kit(q), kit(k), score=halves, weighting="normalized"), [[0.5, 0.5]]
+        )
 
 
 @cases(**SOFTMAX, scale=[1.0, 0.01])
@@ -652,12 +659,12 @@ def test_float16_does_not_overflow(kit: Kit, engine: str, weighting: str, scale:
     assert np.abs(exact[0] @ exact[1].T).max() > 70_000
     want = qkv.attend(*exact, score=scores.ScaledDot(scale))
     out = attend(engine, q, k, v, score=scores.ScaledDot(scale))
-    close(out, want, 2e-3)
-    whole = qkv.attend(q, k, v, score=scores.ScaledDot(scale))
-    assert get_framework(whole).dtype_name(whole) == "float16"
+    assert_close(out, want, 2e-3)
+    full = qkv.attend(q, k, v, score=scores.ScaledDot(scale))
+    assert get_framework(full).dtype_name(full) == "float16"
     alpha = qkv.weights(q, k, score=scores.ScaledDot(scale))
     assert get_framework(alpha).dtype_name(alpha) == "float16"
-    close(alpha, qkv.weights(*exact[:2], score=scores.ScaledDot(scale)), 2e-3)
+    assert_close(alpha, qkv.weights(*exact[:2], score=scores.ScaledDot(scale)), 2e-3)
 
 
 @pytest.mark.sample(60)
@@ -675,10 +682,10 @@ def test_sixteen_bits(kit: Kit, engine: str, weighting: str, dtype: str) -> None
     want = removed(*exact, LIVE, score, weighting)
     tolerance = 1e-2 if dtype == "bfloat16" else 2e-3
     outputs, gradients = kit.pull(lambda *x: everything(engine, *x, **options))(*arrays)
-    close(outputs[0], want, tolerance)
+    assert_close(outputs[0], want, tolerance)
     finite(outputs[:2] + gradients)
-    whole = qkv.attend(*arrays, **options | {"weighting": WEIGHTINGS[weighting]})
-    assert get_framework(whole).dtype_name(whole) == dtype
+    full = qkv.attend(*arrays, **options | {"weighting": WEIGHTINGS[weighting]})
+    assert get_framework(full).dtype_name(full) == dtype
 
 
 @each_framework
@@ -742,7 +749,7 @@ def test_the_layout_of_memory_changes_nothing(kit: Kit, weighting: str) -> None:
             pull = kit.pull(lambda *x: everything("blocks", *x, **options))
             own = [kit(x, "float64") for x in arrays]
             for one, two in zip(pull(*strange)[1], pull(*own)[1], strict=True):
-                close(one, two, 1e-10)
+                assert_close(one, two, 1e-10)
 
 
 @quick
@@ -750,25 +757,25 @@ def test_the_layout_of_memory_changes_nothing(kit: Kit, weighting: str) -> None:
 def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
     """Stride 0: one query for all batches, one key for all rows, one value for all."""
     q, k, v = data(12)
-    whole = [np.broadcast_to(q[:1], (2, N, D)), np.broadcast_to(k, (2, M, D))]
-    whole.append(np.broadcast_to(v[:, :1], (2, M, DV)))
-    own = [kit(np.array(x), "float64") for x in whole]
+    full = [np.broadcast_to(q[:1], (2, N, D)), np.broadcast_to(k, (2, M, D))]
+    full.append(np.broadcast_to(v[:, :1], (2, M, DV)))
+    own = [kit(np.array(x), "float64") for x in full]
     if kit.name == "numpy":
-        shared = whole
+        shared = full
     else:
         parts = (q[:1], k, v[:, :1])
-        shared = [kit(x, "float64").expand(*y.shape) for x, y in zip(parts, whole, strict=True)]
+        shared = [kit(x, "float64").expand(*y.shape) for x, y in zip(parts, full, strict=True)]
     live = np.broadcast_to(LIVE[:1], (N, M))
     mask = live if kit.name == "numpy" else kit(live[:1]).expand(N, M)
     want = to_numpy(attend("dense", *own, weighting=weighting, mask=kit(np.array(live))))
     for engine in engines(kit.name, weighting):
-        close(attend(engine, *shared, weighting=weighting, mask=mask), want, 1e-12)
+        assert_close(attend(engine, *shared, weighting=weighting, mask=mask), want, 1e-12)
     if kit.name == "torch":
         bases = [kit(x, "float64") for x in (q[:1], k, v[:, :1])]
 
         def gradients(engine: str) -> list[Any]:
             def function(*bases: Any) -> list[Any]:
-                arrays = [x.expand(*y.shape) for x, y in zip(bases, whole, strict=True)]
+                arrays = [x.expand(*y.shape) for x, y in zip(bases, full, strict=True)]
                 return everything(engine, *arrays, weighting=weighting, mask=mask)
 
             return kit.pull(function)(*bases)[1]
@@ -776,7 +783,7 @@ def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
         want = gradients("dense")
         for engine in ("blocks", "streaming"):
             for one, two in zip(gradients(engine), want, strict=True):
-                close(one, two, 1e-10)
+                assert_close(one, two, 1e-10)
 
 
 @pytest.mark.sample(4)
@@ -800,13 +807,15 @@ def test_a_million_keys(kit: Kit, weighting: str) -> None:
     want = [alpha / alpha.sum() @ v]
     arrays = [kit(x) for x in (q, k, v)]
     kind = {"score": "dot", "weighting": WEIGHTINGS[weighting]}
-    close(qkv.attend(*arrays, engine="streaming", **kind), want, 1e-4)
-    close(qkv.attend(*arrays, **kind), want, 1e-4)
+    assert_close(qkv.attend(*arrays, engine="streaming", **kind), want, 1e-4)
+    assert_close(qkv.attend(*arrays, **kind), want, 1e-4)
     if kit.name == "numpy":
         assert qkv.explain(*arrays, **kind).engine == "streaming"
     elif weighting == "softmax":
         pull = kit.pull(lambda *x: [qkv.attend(*x, engine="streaming", **kind)])
-        close(pull(*arrays)[1][2] * m, np.outer(alpha / alpha.sum() * m, slope((1, 2))), 1e-3)
+        assert_close(
+            pull(*arrays)[1][2] * m, np.outer(alpha / alpha.sum() * m, slope((1, 2))), 1e-3
+        )
 
 
 # Manners
@@ -817,7 +826,7 @@ def nasty(kit: Kit) -> Iterator[tuple[list[Any], Any]]:
     q, k, v = data(14)
     yield [kit(x) for x in (q, k, v)], kit(LIVE)
     yield [kit(x) for x in (q * 1e15, k * 1e15, v)], masks.causal
-    yield [kit(x[None]) for x in poisoned(4, 5)[0]], masks.lengths([4])
+    yield [kit(x[None]) for x in poison_data(4, 5)[0]], masks.lengths([4])
     yield [kit(x) for x in (q, k * 0, v * 1e-40)], None
     yield [kit(x) for x in (np.where(DEAD[:, None], NAN, q), k, v)], kit(np.where(LIVE, 0.0, -INF))
     yield [kit(q), kit(k[:0]), kit(v[:0])], None
@@ -844,8 +853,8 @@ def test_no_warning_leaks(
 @pytest.mark.applies(lambda framework, **_: framework not in ("jax", "tensorflow"))  # constant
 @cases(few=("softmax", "sparsemax"))
 def test_inputs_are_never_written_to(kit: Kit, engine: str, weighting: str) -> None:
-    given = data(15)
-    arrays = [kit(x) for x in given]
+    inputs = data(15)
+    arrays = [kit(x) for x in inputs]
     mask = kit(LIVE)
     if weighting != "normalized" and engine != "native":
         mask = kit(np.where(LIVE, 0.5, -INF))
@@ -870,11 +879,11 @@ def test_the_callers_settings_stay_his(kit: Kit) -> None:
     torch = kit.module if kit.name == "torch" else None
 
     def state() -> Any:
-        found: list[Any] = [np.geterr(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+        result: list[Any] = [np.geterr(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
         if torch:
-            found += [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()]
-            found += [torch.get_rng_state().tolist(), torch.nn.functional.softmax]
-        return found
+            result += [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()]
+            result += [torch.get_rng_state().tolist(), torch.nn.functional.softmax]
+        return result
 
     arrays = [kit(x) for x in data()]
     before = state()

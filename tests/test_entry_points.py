@@ -96,27 +96,27 @@ class Softplus(weightings.Weighting):
     def init(self, rows, width):
         return get_framework(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
-    def partial_state(self, scores, live, k, found, value, dropout_mask):
+    def partial_state(self, scores, live, k, result, value, dropout_mask):
         _, bent = self.bent(scores, live)
         return get_framework(bent).row_sum(bent), pool_by_weights(bent, value, live, dropout_mask)
 
     def merge(self, one, two):
         return one[0] + two[0], one[1] + two[1]
 
-    def finish(self, state, found):
+    def finish(self, state, result):
         total, pooled = state
         out = pooled / get_framework(total).safe_divisor(total)
         return out, (total,), out
 
-    def block_weights(self, scores, live, k, found):
+    def block_weights(self, scores, live, k, result):
         _, bent = self.bent(scores, live)
-        return bent / get_framework(bent).safe_divisor(found[0])
+        return bent / get_framework(bent).safe_divisor(result[0])
 
-    def score_gradient(self, scores, weight, along, centre, found):
+    def score_gradient(self, scores, weight, along, centre, result):
         fw = get_framework(weight)
         plus, _ = self.bent(fw.fill_unless(scores, weight > 0), None)
         steep = self.p * plus ** (self.p - 1) * -fw.xp.expm1(-plus)
-        return fw.fill_unless(steep, weight > 0) * (along - centre) / fw.safe_divisor(found[0])
+        return fw.fill_unless(steep, weight > 0) * (along - centre) / fw.safe_divisor(result[0])
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Sunk(weightings.Softmax):
         new = get_framework(top).fill_unless(new, top > -math.inf)
         return new, total * xp.exp(get_framework(top).replace_nonfinite(top) - new) + xp.exp(-new)
 
-    def finish(self, state, found):
+    def finish(self, state, result):
         top, total, pooled = state
         new, total = self.with_zero_score(top, total)
         out = (
@@ -285,7 +285,7 @@ WEIGHTINGS: dict[str, Kind] = {
 OVER_SUM = ("normalized", "or_nan", "or_uniform", "or_nearest", "or_raise")
 
 
-def sensible(score: str, weighting: str) -> bool:
+def can_combine(score: str, weighting: str) -> bool:
     if weighting == "or_nearest":
         return score in WINDOWS
     return weighting not in OVER_SUM or score in NONNEGATIVE
@@ -300,9 +300,9 @@ def empty(score: str, weighting: str) -> list[int]:
     return [i for i in range(N) if i != SHUT and sums[i] == 0]
 
 
-CASES = [(s, w) for s in SCORES for w in WEIGHTINGS if sensible(s, w)]
+CASES = [(s, w) for s in SCORES for w in WEIGHTINGS if can_combine(s, w)]
 REFUSED = [
-    (s, w) for s in SCORES for w in OVER_SUM if not sensible(s, w) and not s.startswith("own")
+    (s, w) for s in SCORES for w in OVER_SUM if not can_combine(s, w) and not s.startswith("own")
 ]
 """What a user's own score may be is not known, so nothing of it is refused."""
 
@@ -322,7 +322,7 @@ def leaves(score: str, weighting: str) -> dict[str, np.ndarray]:
     return {"query": QUERY, "key": KEY, "value": VALUE, **inside}
 
 
-def how(arrays: dict[str, Any], score: str, weighting: str) -> dict[str, Any]:
+def build_options(arrays: dict[str, Any], score: str, weighting: str) -> dict[str, Any]:
     return {
         "score": SCORES[score].of(arrays, "score"),
         "weighting": WEIGHTINGS[weighting].of(arrays, "weighting"),
@@ -352,34 +352,34 @@ def truth(score: str, weighting: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def slopes(score: str, weighting: str) -> dict[str, tuple[np.ndarray, float]]:
+def compute_slopes(score: str, weighting: str) -> dict[str, tuple[np.ndarray, float]]:
     """Along a random direction for each leaf, the slope of Σ out · ALONG by differences."""
     base, rng, step = leaves(score, weighting), np.random.default_rng(1), 1e-6
     soft = "softmax" if weighting == "straight_through" else weighting
 
     def loss(arrays: dict[str, np.ndarray], weighting: str) -> float:
         out = alpha_of(arrays, score, weighting) @ arrays["value"]
-        return float(np.sum((out * ALONG)[counted(score, weighting)]))
+        return float(np.sum((out * ALONG)[list_answered(score, weighting)]))
 
-    found = {}
+    result = {}
     for name, x in base.items():
         along = rng.normal(size=x.shape)
         which = weighting if name == "value" else soft
         if score == "exact" and name in ("query", "key"):
-            found[name] = along, 0.0  # it is flat but for a jump
+            result[name] = along, 0.0  # it is flat but for a jump
             continue
         ahead, behind = (loss({**base, name: x + s * step * along}, which) for s in (1, -1))
-        found[name] = along, (ahead - behind) / (2 * step)
-    return found
+        result[name] = along, (ahead - behind) / (2 * step)
+    return result
 
 
-def counted(score: str, weighting: str) -> list[int]:
+def list_answered(score: str, weighting: str) -> list[int]:
     """The queries whose answer is a number."""
     lost = empty(score, weighting) if weighting in ("or_nan", "or_raise") else ()
     return [i for i in range(N) if i not in lost]
 
 
-def poisoned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def poison_keys(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The keys that do not count hold what must not reach an answer."""
     key, value = arrays["key"].copy(), arrays["value"].copy()
     key[DEAD[0]], value[DEAD[0]] = math.inf, math.inf
@@ -387,32 +387,32 @@ def poisoned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**arrays, "key": key, "value": value}
 
 
-def asked(score: str, weighting: str) -> list[int]:
+def query_numbers(score: str, weighting: str) -> list[int]:
     """The queries that are asked together: "raise" would refuse all for one."""
-    return counted(score, weighting) if weighting == "or_raise" else list(range(N))
+    return list_answered(score, weighting) if weighting == "or_raise" else list(range(N))
 
 
-def close(found: Any, want: np.ndarray, within: float = 1e-9) -> None:
-    found = found.detach().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
-    np.testing.assert_allclose(found, want, atol=within, rtol=within)
+def assert_close(actual: Any, want: np.ndarray, within: float = 1e-9) -> None:
+    actual = actual.detach().numpy() if isinstance(actual, torch.Tensor) else np.asarray(actual)
+    np.testing.assert_allclose(actual, want, atol=within, rtol=within)
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
 
 
-def descends(found: Any, arrays: dict[str, Any], score: str, weighting: str) -> None:
+def descends(result: Any, arrays: dict[str, Any], score: str, weighting: str) -> None:
     """The gradients of every leaf among `arrays` are those of the formulas."""
-    rows, given = counted(score, weighting), asked(score, weighting)
-    along, found = torch.tensor(ALONG[rows]), found[[given.index(i) for i in rows]]
+    rows, numbers = list_answered(score, weighting), query_numbers(score, weighting)
+    along, result = torch.tensor(ALONG[rows]), result[[numbers.index(i) for i in rows]]
     inputs = list(arrays.values())
     gradients: Any = [None] * len(inputs)
-    if found.requires_grad:  # some weights move with no score
-        gradients = torch.autograd.grad((found * along).sum(), inputs, allow_unused=True)
+    if result.requires_grad:  # some weights move with no score
+        gradients = torch.autograd.grad((result * along).sum(), inputs, allow_unused=True)
     for (name, x), gradient in zip(arrays.items(), gradients, strict=True):
         gradient = np.zeros(x.shape) if gradient is None else gradient.numpy()
         assert np.isfinite(gradient).all(), name
-        direction, slope = slopes(score, weighting)[name]
+        direction, slope = compute_slopes(score, weighting)[name]
         size = np.abs(gradient * direction).sum() + 1
         assert abs((gradient * direction).sum() - slope) < 1e-6 * size, name
 
@@ -436,15 +436,15 @@ def test_the_far_query_is_beyond_every_window_and_no_other_is(score):
 @pairs
 def test_attend(score, weighting):
     out, alpha = truth(score, weighting)
-    rows = asked(score, weighting)
-    arrays = poisoned(leaves(score, weighting))
-    given = (arrays["query"][rows], arrays["key"], arrays["value"])
-    options = {**how(arrays, score, weighting), "mask": LIVE[rows]}
-    found, weights = qkv.attend(*given, **options, return_weights=True)
-    close(found, out[rows])
-    close(weights, alpha[rows])
-    close(qkv.attend(*given, **options), out[rows])
-    close(qkv.weights(*given[:2], **options), alpha[rows])
+    rows = query_numbers(score, weighting)
+    arrays = poison_keys(leaves(score, weighting))
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"])
+    options = {**build_options(arrays, score, weighting), "mask": LIVE[rows]}
+    result, weights = qkv.attend(*inputs, **options, return_weights=True)
+    assert_close(result, out[rows])
+    assert_close(weights, alpha[rows])
+    assert_close(qkv.attend(*inputs, **options), out[rows])
+    assert_close(qkv.weights(*inputs[:2], **options), alpha[rows])
 
 
 @pytest.mark.sample(350)
@@ -452,38 +452,38 @@ def test_attend(score, weighting):
 @pytest.mark.parametrize("engine", [None, "streaming"])
 def test_attend_by_torch_and_its_gradients(score, weighting, engine, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))  # borders are crossed
-    rows = asked(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
-    given = (arrays["query"][rows], arrays["key"], arrays["value"])
-    options = {**how(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
-    found = qkv.attend(*given, **options, engine=engine)
-    close(found, truth(score, weighting)[0][rows])
-    descends(found, arrays, score, weighting)
+    rows = query_numbers(score, weighting)
+    arrays = tensors(poison_keys(leaves(score, weighting)))
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"])
+    options = {**build_options(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
+    result = qkv.attend(*inputs, **options, engine=engine)
+    assert_close(result, truth(score, weighting)[0][rows])
+    descends(result, arrays, score, weighting)
 
 
 @pairs
 def test_the_gradients_of_weights(score, weighting):
-    rows = asked(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
+    rows = query_numbers(score, weighting)
+    arrays = tensors(poison_keys(leaves(score, weighting)))
     value = arrays.pop("value").detach().nan_to_num(0.0, 0.0)
-    options = {**how(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
-    found = qkv.weights(arrays["query"][rows], arrays["key"], **options)
-    close(found, truth(score, weighting)[1][rows])
-    descends(found @ value, arrays, score, weighting)
+    options = {**build_options(arrays, score, weighting), "mask": torch.tensor(LIVE[rows])}
+    result = qkv.weights(arrays["query"][rows], arrays["key"], **options)
+    assert_close(result, truth(score, weighting)[1][rows])
+    descends(result @ value, arrays, score, weighting)
 
 
 @pairs
 def test_the_weighting_of_scores(score, weighting):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(leaves(score, weighting))
     value, live = arrays.pop("value").detach(), torch.tensor(LIVE[rows])
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     weigh = weightings.resolve(options["weighting"])
     compare = weigh.adapt_score(scores.resolve(options["score"]))
-    given = compare(arrays["query"][rows], arrays["key"])
-    found = weigh(torch.where(live, given, math.nan), live)
-    close(found, truth(score, weighting)[1][rows])
-    descends(found @ value, arrays, score, weighting)
+    computed = compare(arrays["query"][rows], arrays["key"])
+    result = weigh(torch.where(live, computed, math.nan), live)
+    assert_close(result, truth(score, weighting)[1][rows])
+    descends(result @ value, arrays, score, weighting)
 
 
 # Layers
@@ -493,29 +493,29 @@ def test_the_weighting_of_scores(score, weighting):
 @pairs
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_layer_and_its_gradients(score, weighting, need_weights):
-    rows = asked(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
-    layer = nn.Attention(**how(arrays, score, weighting))
-    given = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
+    rows = query_numbers(score, weighting)
+    arrays = tensors(poison_keys(leaves(score, weighting)))
+    layer = nn.Attention(**build_options(arrays, score, weighting))
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
     out, alpha = truth(score, weighting)
-    found = layer(*given, need_weights=need_weights)
+    result = layer(*inputs, need_weights=need_weights)
     if need_weights:
-        found, weights = found
-        close(weights, alpha[rows])
-    close(found, out[rows])
-    descends(found, arrays, score, weighting)
+        result, weights = result
+        assert_close(weights, alpha[rows])
+    assert_close(result, out[rows])
+    descends(result, arrays, score, weighting)
 
 
 @pytest.mark.parametrize("weighting", ["softmax"])
 @pytest.mark.parametrize("score", ["scaled_dot", "softcap"])
 def test_the_onnx_operator(score, weighting):
-    arrays = poisoned(leaves(score, weighting))
-    given = (arrays[name][None, None] for name in ("query", "key", "value"))
+    arrays = poison_keys(leaves(score, weighting))
+    inputs = (arrays[name][None, None] for name in ("query", "key", "value"))
     capped = {"scale": 0.7, "softcap": 1.5} if score == "softcap" else {}
-    found, _, _, alpha = onnx.attention(*given, LIVE, **capped, qk_matmul_output_mode=3)
+    actual, _, _, alpha = onnx.attention(*inputs, LIVE, **capped, qk_matmul_output_mode=3)
     out, want = truth(score, weighting)
-    close(found[0, 0], out)
-    close(alpha[0, 0], want)
+    assert_close(actual[0, 0], out)
+    assert_close(alpha[0, 0], want)
 
 
 # The database
@@ -551,42 +551,42 @@ HERE = [j for j in range(M) if j not in DEAD]
 def test_ask(database, score, weighting):
     out, alpha = truth(score, weighting)
     arrays = leaves(score, weighting)
-    options = how(arrays, score, weighting)
-    for i in asked(score, weighting):
+    options = build_options(arrays, score, weighting)
+    for i in query_numbers(score, weighting):
         where = (lambda row: False) if i == SHUT else None
-        found = database.ask(QUERY[i], where=where, **options)
-        close(found.weights, alpha[i, HERE], 1e-5)
+        result = database.ask(QUERY[i], where=where, **options)
+        assert_close(result.weights, alpha[i, HERE], 1e-5)
         if np.any(np.abs(alpha[i]) > 1e-6) or np.isnan(alpha[i]).any():
-            close(found.value, out[i], 1e-5)
+            assert_close(result.value, out[i], 1e-5)
         elif not alpha[i].any():  # no row has a say
-            assert found.value is None and found.rows == []
+            assert result.value is None and result.rows == []
 
 
 @pytest.mark.sample(400)
 @of_vectors
 def test_the_database_attends(database, score, weighting):
     out, _ = truth(score, weighting)
-    rows = [i for i in asked(score, weighting) if i != SHUT]
+    rows = [i for i in query_numbers(score, weighting) if i != SHUT]
     arrays = leaves(score, weighting)
-    options = how(arrays, score, weighting)
-    close(database.attend(QUERY[rows], **options), out[rows])
+    options = build_options(arrays, score, weighting)
+    assert_close(database.attend(QUERY[rows], **options), out[rows])
     with pytest.warns(NoRowsMatchWarning, match="No rows match"):
         shut = database.attend(QUERY[rows], where=lambda row: False, **options)
-    close(shut, np.zeros((len(rows), DV)))
+    assert_close(shut, np.zeros((len(rows), DV)))
 
 
 @pytest.mark.sample(300)
 @of_vectors
 def test_the_gradients_of_the_database(database, score, weighting):
-    rows = asked(score, weighting)
+    rows = query_numbers(score, weighting)
     arrays = tensors(leaves(score, weighting))
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     del arrays["key"], arrays["value"]
     # The shut query's output is 0 whatever the rows say, so it gets a gradient of 0.
-    found = database.attend(arrays["query"][rows], **options)
-    found = torch.where(torch.tensor([[i != SHUT] for i in rows]), found, 0.0)
-    close(found, truth(score, weighting)[0][rows])
-    descends(found, arrays, score, weighting)
+    result = database.attend(arrays["query"][rows], **options)
+    result = torch.where(torch.tensor([[i != SHUT] for i in rows]), result, 0.0)
+    assert_close(result, truth(score, weighting)[0][rows])
+    descends(result, arrays, score, weighting)
 
 
 # What is refused is refused everywhere
@@ -595,7 +595,7 @@ def test_the_gradients_of_the_database(database, score, weighting):
 def entry_point_calls(score, weighting, rows, database):
     """Return each entry point with these queries as a function without arguments."""
     arrays = leaves(score, weighting)
-    options = how(arrays, score, weighting)
+    options = build_options(arrays, score, weighting)
     three = (QUERY[rows], KEY, VALUE)
     yield lambda: qkv.attend(*three, **options)
     yield lambda: qkv.weights(*three[:2], **options)

@@ -713,8 +713,8 @@ TABLES = {
 }
 CASES = [
     pytest.param(*case[1:], id=f"{table}: {case[0]}")
-    for table, found in TABLES.items()
-    for case in found
+    for table, result in TABLES.items()
+    for case in result
 ]
 
 
@@ -726,13 +726,13 @@ def test_one_clear_error(
         warnings.simplefilter("always")
         with pytest.raises(Exception) as caught:
             call()
-    found = caught.value
-    assert isinstance(found, error), repr(found)
-    assert isinstance(found, qkv.QkvError) and isinstance(found, ValueError | TypeError)
-    message = str(found)
+    result = caught.value
+    assert isinstance(result, error), repr(result)
+    assert isinstance(result, qkv.QkvError) and isinstance(result, ValueError | TypeError)
+    message = str(result)
     assert re.search(pattern, message), message
     assert "\n" not in message
-    assert found.__cause__ is None and (found.__context__ is None or found.__suppress_context__)
+    assert result.__cause__ is None and (result.__context__ is None or result.__suppress_context__)
     assert [str(w.message) for w in leaked] == []
     assert capfd.readouterr() == ("", "")
 
@@ -783,15 +783,15 @@ def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
     q, k, v = (tensor(x) for x in np.random.default_rng(0).normal(size=(3, 5, 5)))
     bias = tensor(np.random.default_rng(1).normal(size=(5, 5))).float()
     table = [((k.tolist(), v), None, None), ((k, v), bias, bias.double())]
-    for rest, given, meant in table:
+    for arguments, inputs, meant in table:
         want = qkv.attend(q, k, v, engine="dense", mask=meant)
         for engine in (None, "dense", "streaming"):
-            got = qkv.attend(q, *rest, engine=engine, mask=given)
+            got = qkv.attend(q, *arguments, engine=engine, mask=inputs)
             assert got.dtype == want.dtype
             np.testing.assert_allclose(got, want, 1e-10, 1e-10)
     for one, two in ((q, k), (q.numpy(), k.numpy())):
-        for given in ((one, k.tolist()), (q.tolist(), two)):
-            np.testing.assert_allclose(qkv.weights(*given), qkv.weights(one, two), 1e-12)
+        for inputs in ((one, k.tolist()), (q.tolist(), two)):
+            np.testing.assert_allclose(qkv.weights(*inputs), qkv.weights(one, two), 1e-12)
 
 
 def test_line_ends_of_windows_are_line_ends() -> None:

@@ -188,26 +188,26 @@ def _check_affine(score, want):
     """As a product with the keys themselves, of which one is 0, it is the same."""
     keys = np.concatenate([KEY, np.zeros((1, D))])
     form = score.affine_form(QUERY, np.linalg.norm(keys, axis=-1))
-    found = form.query @ keys.T
+    actual = form.query @ keys.T
     for part in (form.key_factor, form.bias):
         assert part is None or np.isfinite(part).all()
-    found = found if form.key_factor is None else found * form.key_factor
-    found = found if form.bias is None else found + form.bias
-    found = found if form.offset is None else found + form.offset[:, None]
+    actual = actual if form.key_factor is None else actual * form.key_factor
+    actual = actual if form.bias is None else actual + form.bias
+    actual = actual if form.offset is None else actual + form.offset[:, None]
     if form.gate is not None:
         opens, w_key, most = form.gate
-        found = found / (1 + np.exp(-opens[:, None] - keys @ w_key))
+        actual = actual / (1 + np.exp(-opens[:, None] - keys @ w_key))
         sums = np.abs(QUERY * score.w_query).sum(-1) + abs(score.bias or 0)
         np.testing.assert_allclose(most, sums, rtol=1e-9)
-    np.testing.assert_allclose(found[:, :-1], want, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual[:, :-1], want, rtol=1e-9, atol=1e-12)
 
 
 def _check_aside(score, want):
     """What is kept of the keys serves every query, unless their squares would be no numbers."""
     keys = np.concatenate([KEY, np.zeros((1, D))])
-    found = score.score_with_key_terms(QUERY, keys, score.key_terms(keys))
-    np.testing.assert_allclose(found[:, :-1], want, rtol=1e-9, atol=1e-12)
-    assert (found[:, -1] == 0).all()
+    actual = score.score_with_key_terms(QUERY, keys, score.key_terms(keys))
+    np.testing.assert_allclose(actual[:, :-1], want, rtol=1e-9, atol=1e-12)
+    assert (actual[:, -1] == 0).all()
     assert score.key_terms(KEY * 1e16) is score.key_terms(KEY * 1e-16) is None
 
 
@@ -223,34 +223,36 @@ def _check_lowered(score, want):
 
 
 def check_weighting(cls, name, settings):
-    how = cls(**settings)
+    weighting = cls(**settings)
     with np.errstate(all="ignore"):
         for raw in (KEY_SCORES, np.round(KEY_SCORES)):  # the second has ties
-            scores = np.abs(raw) if how.needs_nonnegative else raw
+            scores = np.abs(raw) if weighting.needs_nonnegative else raw
             for live in (LIVE, np.ones_like(LIVE)):
-                _check_rows(how, name, settings, scores, live)
+                _check_rows(weighting, name, settings, scores, live)
         if name == "Normalized":
-            _check_empty(how, name, settings)
-        out, found, _ = how.finish(how.init(np.zeros((N, 1)), DV), how.find_threshold(_no_blocks))
+            _check_empty(weighting, name, settings)
+        out, result, _ = weighting.finish(
+            weighting.init(np.zeros((N, 1)), DV), weighting.find_threshold(_no_blocks)
+        )
         assert (out == 0).all()
-        assert not how.has_lse or (how.lse_from_state(found) == -np.inf).all()
+        assert not weighting.has_lse or (weighting.lse_from_state(result) == -np.inf).all()
         if name != "Average":
-            _check_nan(how, np.abs(KEY_SCORES))
+            _check_nan(weighting, np.abs(KEY_SCORES))
 
 
-def _check_empty(how, name, settings):
+def _check_empty(weighting, name, settings):
     """Rows 0 and 2 have no score above 0: none at all, or a distance in the place of it."""
     scores = np.abs(KEY_SCORES)
-    scores[[0, 2]] = -scores[[0, 2]] if how.on_empty == "nearest" else 0.0
-    if how.on_empty == "nearest":
+    scores[[0, 2]] = -scores[[0, 2]] if weighting.on_empty == "nearest" else 0.0
+    if weighting.on_empty == "nearest":
         scores[1, 0] *= -1
-    if not how.raises_on_empty:
-        return _check_rows(how, name, settings, scores, LIVE)
+    if not weighting.raises_on_empty:
+        return _check_rows(weighting, name, settings, scores, LIVE)
     k = np.arange(M)[None, :]
-    how.check_row_state(_in_blocks(how, np.abs(KEY_SCORES), LIVE, k)[1])
+    weighting.check_row_state(_in_blocks(weighting, np.abs(KEY_SCORES), LIVE, k)[1])
     for refused in (
-        lambda: how.weights(scores, LIVE, k),
-        lambda: how.check_row_state(_in_blocks(how, scores, LIVE, k)[1]),
+        lambda: weighting.weights(scores, LIVE, k),
+        lambda: weighting.check_row_state(_in_blocks(weighting, scores, LIVE, k)[1]),
     ):
         try:
             refused()
@@ -264,34 +266,36 @@ def _no_blocks(lift, merge, init):
     return init(np.zeros((N, 1)))
 
 
-def _check_nan(how, scores):
+def _check_nan(weighting, scores):
     """A NaN shows in its own row, and only there."""
     scores[1, 2] = np.nan
     k, live = np.arange(M)[None, :], np.ones_like(LIVE)
-    alpha = how.weights(scores, live, k)
+    alpha = weighting.weights(scores, live, k)
     assert not np.isinf(alpha).any()
     spoiled = np.isnan(alpha).any(-1)
-    in_blocks = np.isnan(_in_blocks(how, scores, live, k)[0]).any(-1)
-    for found in (spoiled, in_blocks):
-        np.testing.assert_array_equal(found, [False, True, False, False])
+    in_blocks = np.isnan(_in_blocks(weighting, scores, live, k)[0]).any(-1)
+    for result in (spoiled, in_blocks):
+        np.testing.assert_array_equal(result, [False, True, False, False])
 
 
 KEY_SCORES = rng.normal(size=(N, M)) * 2
 
 
-def _check_entmax(how, scores, live, k, want):
+def _check_entmax(weighting, scores, live, k, want):
     """All keys in one block; and the steps that a framework takes which cannot pick scores."""
-    out = how.pool_whole_rows(scores.copy(), live, k, VALUE, None)
+    out = weighting.pool_whole_rows(scores.copy(), live, k, VALUE, None)
     np.testing.assert_allclose(out, want @ VALUE, atol=1e-8)
-    s, any_key = how.scale_scores(scores), live.any(-1, keepdims=True)
+    s, any_key = weighting.scale_scores(scores), live.any(-1, keepdims=True)
     top = np.where(any_key, np.where(live, s, -np.inf).max(-1, keepdims=True), 0.0)
 
     def fold(lift, merge, init):
         return lift(s, live, k)
 
-    tau = how.solve_threshold(fold, top)
-    for found in (tau, how.refine_threshold(fold, top, tau)):
-        np.testing.assert_allclose(how.block_weights(s, live, k, (top, found)), want, atol=1e-8)
+    tau = weighting.solve_threshold(fold, top)
+    for actual in (tau, weighting.refine_threshold(fold, top, tau)):
+        np.testing.assert_allclose(
+            weighting.block_weights(s, live, k, (top, actual)), want, atol=1e-8
+        )
 
 
 KNOWN = {}
@@ -299,45 +303,47 @@ KNOWN = {}
 
 
 def _plain(name, scores, live, settings):
-    asked = name, repr(settings), scores.tobytes(), live.tobytes()
-    if asked not in KNOWN:
-        KNOWN[asked] = formulas.weights(name, scores, live, **settings)
-    return KNOWN[asked]
+    cache_key = name, repr(settings), scores.tobytes(), live.tobytes()
+    if cache_key not in KNOWN:
+        KNOWN[cache_key] = formulas.weights(name, scores, live, **settings)
+    return KNOWN[cache_key]
 
 
-def _check_rows(how, name, settings, scores, live):
+def _check_rows(weighting, name, settings, scores, live):
     want = _plain(name, scores, live, settings)
-    s, k = how.scale_scores(scores), np.arange(M)[None, :]
-    np.testing.assert_allclose(how.weights(s, live, k), want, atol=1e-8)
+    s, k = weighting.scale_scores(scores), np.arange(M)[None, :]
+    np.testing.assert_allclose(weighting.weights(s, live, k), want, atol=1e-8)
     if live.all() and not np.isnan(want).any():
-        np.testing.assert_allclose(how.weights(s, None, k), want, atol=1e-8)
-        out = how.pool_whole_rows(scores.copy(), None, k, VALUE, None)
+        np.testing.assert_allclose(weighting.weights(s, None, k), want, atol=1e-8)
+        out = weighting.pool_whole_rows(scores.copy(), None, k, VALUE, None)
         np.testing.assert_allclose(out, want @ VALUE, atol=1e-8)
-        if hasattr(how, "solve_threshold"):  # a shift of the row moves no weight
-            np.testing.assert_allclose(how.weights(s - 5.0, None, k), want, atol=1e-8)
-    out, found, centre = _in_blocks(how, s, live, k)
+        if hasattr(weighting, "solve_threshold"):  # a shift of the row moves no weight
+            np.testing.assert_allclose(weighting.weights(s - 5.0, None, k), want, atol=1e-8)
+    out, actual, centre = _in_blocks(weighting, s, live, k)
     np.testing.assert_allclose(out, want @ VALUE, atol=1e-8)
-    alpha = how.block_weights(s, live, k, found)
+    alpha = weighting.block_weights(s, live, k, actual)
     np.testing.assert_allclose(alpha, want, atol=1e-8)
-    np.testing.assert_allclose(how.pool_values(want, VALUE, live, None), want @ VALUE, atol=1e-8)
-    moving = how.value_gradient_weights(want)
+    np.testing.assert_allclose(
+        weighting.pool_values(want, VALUE, live, None), want @ VALUE, atol=1e-8
+    )
+    moving = weighting.value_gradient_weights(want)
     np.testing.assert_array_equal(moving, np.nan_to_num(want))  # NaN moves nothing
-    if hasattr(how, "solve_threshold"):
-        _check_entmax(how, scores, live, k, want)
-    if how.has_lse:
-        kept = np.where(want > 0, s, -np.inf)
-        largest = np.where(live.any(-1), kept.max(-1), 0)
-        lse = np.log(np.exp(kept - largest[:, None]).sum(-1)) + largest
-        np.testing.assert_allclose(how.lse_from_state(found)[:, 0], lse, atol=1e-8)
-        np.testing.assert_allclose(how.compute_lse(s, live, k)[:, 0], lse, atol=1e-8)
-        both = how.weights_and_lse(s, live, k)
+    if hasattr(weighting, "solve_threshold"):
+        _check_entmax(weighting, scores, live, k, want)
+    if weighting.has_lse:
+        inside = np.where(want > 0, s, -np.inf)
+        largest = np.where(live.any(-1), inside.max(-1), 0)
+        lse = np.log(np.exp(inside - largest[:, None]).sum(-1)) + largest
+        np.testing.assert_allclose(weighting.lse_from_state(actual)[:, 0], lse, atol=1e-8)
+        np.testing.assert_allclose(weighting.compute_lse(s, live, k)[:, 0], lse, atol=1e-8)
+        both = weighting.weights_and_lse(s, live, k)
         np.testing.assert_allclose(both[1][:, 0], lse, atol=1e-8)
-        np.testing.assert_allclose(both[0], how.weights(s, live, k), atol=1e-8)
-    if how.is_differentiable and len(np.unique(scores)) == scores.size:
-        _check_slope(how, s, live, k, alpha, found, centre)
+        np.testing.assert_allclose(both[0], weighting.weights(s, live, k), atol=1e-8)
+    if weighting.is_differentiable and len(np.unique(scores)) == scores.size:
+        _check_slope(weighting, s, live, k, alpha, actual, centre)
 
 
-def _in_blocks(how, s, live, k):
+def _in_blocks(weighting, s, live, k):
     parts = [slice(0, 2), slice(2, 3), slice(3, M)]
 
     def fold(lift, merge, init):
@@ -346,20 +352,20 @@ def _in_blocks(how, s, live, k):
             state = merge(state, lift(s[:, part].copy(), live[:, part], k[:, part]))
         return state
 
-    found = how.find_threshold(fold)
-    state = how.init(np.zeros((N, 1)), DV)
+    result = weighting.find_threshold(fold)
+    state = weighting.init(np.zeros((N, 1)), DV)
     for part in parts:
         block = s[:, part].copy(), live[:, part], k[:, part]
-        lifted = how.partial_state(*block, found, VALUE[part], None)
-        state = how.merge(state, lifted)
-    return how.finish(state, found)
+        lifted = weighting.partial_state(*block, result, VALUE[part], None)
+        state = weighting.merge(state, lifted)
+    return weighting.finish(state, result)
 
 
-def _check_slope(how, s, live, k, alpha, found, centre):
+def _check_slope(weighting, s, live, k, alpha, actual, centre):
     along_out = np.linspace(-1, 2, N * DV).reshape(N, DV)
     pull = 0.0 if centre is None else (centre * along_out).sum(-1, keepdims=True)
-    got = np.where(live, how.score_gradient(s, alpha, along_out @ VALUE.T, pull, found), 0)
-    soft = weightings.Softmax() if hasattr(how, "straight_through") else how
+    got = np.where(live, weighting.score_gradient(s, alpha, along_out @ VALUE.T, pull, actual), 0)
+    soft = weightings.Softmax() if hasattr(weighting, "straight_through") else weighting
     step = 1e-6
     moved = step * np.eye(s.size).reshape(s.size, *s.shape)  # each score alone
     ahead, behind = (

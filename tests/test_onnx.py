@@ -100,7 +100,7 @@ def rand(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
 
 
-def small(heads: int = 4, shared: int = 2, n: int = 3, m: int = 5) -> dict[str, Any]:
+def small_inputs(heads: int = 4, shared: int = 2, n: int = 3, m: int = 5) -> dict[str, Any]:
     return {
         "Q": rand(2, heads, n, 8),
         "K": rand(2, shared, m, 8, seed=1),
@@ -110,7 +110,7 @@ def small(heads: int = 4, shared: int = 2, n: int = 3, m: int = 5) -> dict[str, 
 
 @pytest.mark.parametrize("opset", [23, 24, 25])
 def test_a_model_runs_on_qkv(opset: int) -> None:
-    feeds = small()
+    feeds = small_inputs()
     m = model(feeds, opset, is_causal=1, softcap=2.0, scale=0.5)
     session = ReferenceEvaluator(m, new_ops=[qkv.onnx.Attention])
     assert type(session.rt_nodes_[0]) is qkv.onnx.Attention
@@ -138,7 +138,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_agrees_with_onnx_on_every_combination(mask: str, cache: str) -> None:
-    feeds = small() | CACHES[cache]
+    feeds = small_inputs() | CACHES[cache]
     feeds |= MASKS[mask](3, 9 if cache == "past" else 5)
     windows = [(-1, -1), (1, -1), (-1, 1), (2, 0)]
     for causal, (left, right), mode, flat in product([0, 1], windows, [1, 2, 3], [False, True]):
@@ -149,20 +149,20 @@ def test_agrees_with_onnx_on_every_combination(mask: str, cache: str) -> None:
             "qk_matmul_output_mode": mode,
             "softcap": 2.0,
         }
-        given = dict(feeds)
+        inputs = dict(feeds)
         if flat:
             attributes |= {"q_num_heads": 4, "kv_num_heads": 2}
             for name in "QKV":
                 x = feeds[name].transpose(0, 2, 1, 3)
-                given[name] = x.reshape(*x.shape[:2], -1)
-        m = model(given, **attributes)
-        reference = ReferenceEvaluator(m).run(None, given)
-        for got, expected in zip(run(m, given), reference, strict=True):
+                inputs[name] = x.reshape(*x.shape[:2], -1)
+        m = model(inputs, **attributes)
+        reference = ReferenceEvaluator(m).run(None, inputs)
+        for got, expected in zip(run(m, inputs), reference, strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6, err_msg=str(attributes))
 
 
 def test_the_fourth_output_by_its_mode() -> None:
-    Q, K, V = small().values()
+    Q, K, V = small_inputs().values()
     mask = rand(3, 5)
     raw = 0.5 * np.einsum("bhnd,bhmd->bhnm", Q, np.repeat(K, 2, axis=1))
     capped = 2 * np.tanh(raw / 2)
@@ -177,7 +177,7 @@ def test_the_fourth_output_by_its_mode() -> None:
 
 
 def test_present_is_past_then_new() -> None:
-    feeds = small() | CACHES["past"]
+    feeds = small_inputs() | CACHES["past"]
     _, key, value, _ = attention(**feeds)
     np.testing.assert_array_equal(key, np.concatenate([feeds["past_key"], feeds["K"]], axis=2))
     np.testing.assert_array_equal(value, np.concatenate([feeds["past_value"], feeds["V"]], axis=2))
@@ -185,7 +185,7 @@ def test_present_is_past_then_new() -> None:
 
 def test_outputs_left_out_stay_out_of_the_next_node() -> None:
     # onnx's own evaluator hands them to the next node as the inputs that it leaves out.
-    feeds = small(heads=2)
+    feeds = small_inputs(heads=2)
     nodes = [
         helper.make_node("Attention", ["Q", "K", "V"], ["A", "", "", "S"]),
         helper.make_node("Attention", ["A", "A", "V", "", "", ""], ["Y"]),
@@ -204,16 +204,16 @@ def in_a_function(**attributes: Any) -> onnx.ModelProto:
     opsets = [helper.make_opsetid("", 25)]
     f = helper.make_function("mine", "Capped", ["Q", "K", "V"], ["Y"], [node], opsets, ["cap"])
     call = helper.make_node("Capped", ["Q", "K", "V"], ["Y"], domain="mine", **attributes)
-    return wrap([call], small(), ["Y"], functions=[f])
+    return wrap([call], small_inputs(), ["Y"], functions=[f])
 
 
 def test_a_function_of_the_model() -> None:
     m = in_a_function(cap=0.25)
-    expected = attention(**small(), is_causal=1, softcap=0.25)[0]
-    (got,) = run(onnx.inliner.inline_local_functions(m), small())
+    expected = attention(**small_inputs(), is_causal=1, softcap=0.25)[0]
+    (got,) = run(onnx.inliner.inline_local_functions(m), small_inputs())
     np.testing.assert_array_equal(got, expected)
     inner = ReferenceEvaluator(m.functions[0], new_ops=[qkv.onnx.Attention])
-    (got,) = inner.run(None, small(), attributes={"cap": 0.25})
+    (got,) = inner.run(None, small_inputs(), attributes={"cap": 0.25})
     np.testing.assert_array_equal(got, expected)
 
 
@@ -223,15 +223,15 @@ def test_a_branch_of_the_model() -> None:
         [node], "branch", [], [helper.make_tensor_value_info("Y", FLOAT, None)]
     )
     choice = helper.make_node("If", ["yes"], ["Y"], then_branch=branch, else_branch=branch)
-    feeds = small() | {"yes": np.array(True)}
+    feeds = small_inputs() | {"yes": np.array(True)}
     (got,) = run(wrap([choice], feeds, ["Y"]), feeds)
-    np.testing.assert_array_equal(got, attention(**small(), is_causal=1)[0])
+    np.testing.assert_array_equal(got, attention(**small_inputs(), is_causal=1)[0])
 
 
 def test_a_mask_of_one_key_is_broadcast_in_opset_23_and_padded_since() -> None:
-    feeds = small() | {"attn_mask": rand(3, 1)}
+    feeds = small_inputs() | {"attn_mask": rand(3, 1)}
     (all_keys,) = run(model(feeds, 23, ["Y"]), feeds)
-    np.testing.assert_allclose(all_keys, attention(**small())[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(all_keys, attention(**small_inputs())[0], rtol=1e-5, atol=1e-6)
     (one_key,) = run(model(feeds, 24, ["Y"]), feeds)
     first = np.repeat(feeds["V"][:, :, :1], 2, axis=1)
     np.testing.assert_allclose(one_key, np.broadcast_to(first, one_key.shape), rtol=1e-5, atol=1e-6)
@@ -241,13 +241,13 @@ def test_a_mask_of_one_key_is_broadcast_in_opset_23_and_padded_since() -> None:
 def test_a_mask_of_lower_rank_is_broadcast(shape: tuple[int, ...]) -> None:
     # onnx's own evaluator takes the frontier of query 0 for all where the mask has one row.
     mask = rand(*shape) > -0.5
-    got = attention(**small(), attn_mask=mask, is_causal=1)[0]
+    got = attention(**small_inputs(), attn_mask=mask, is_causal=1)[0]
     full = np.broadcast_to(mask, (2, 4, 3, 5))
-    np.testing.assert_array_equal(got, attention(**small(), attn_mask=full, is_causal=1)[0])
+    np.testing.assert_array_equal(got, attention(**small_inputs(), attn_mask=full, is_causal=1)[0])
 
 
 def test_an_integer_mask_is_added() -> None:
-    feeds = small()
+    feeds = small_inputs()
     mask = np.array([[0, 1, -2, 3, 0]], dtype=np.int64)
     got = attention(**feeds, attn_mask=mask)[0]
     expected = attention(**feeds, attn_mask=mask.astype(np.float32))[0]
@@ -255,7 +255,7 @@ def test_an_integer_mask_is_added() -> None:
 
 
 def test_what_lies_beyond_the_padding_is_never_seen() -> None:
-    feeds = small() | CACHES["padded"]
+    feeds = small_inputs() | CACHES["padded"]
     expected = attention(**feeds, is_causal=1, qk_matmul_output_mode=3)
     for name in "KV":
         feeds[name] = feeds[name].copy()
@@ -271,7 +271,7 @@ def test_what_lies_beyond_the_padding_is_never_seen() -> None:
 @pytest.mark.parametrize("precision", [1, 10, 11, 16])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_softmax_precision_changes_no_type(precision: int, dtype: str) -> None:
-    feeds = {name: x.astype(dtype) for name, x in small().items()}
+    feeds = {name: x.astype(dtype) for name, x in small_inputs().items()}
     outputs = attention(**feeds, softmax_precision=precision, qk_matmul_output_mode=3)
     assert {x.dtype for x in outputs} == {np.dtype(dtype)}
     exact = attention(**{name: x.astype("float64") for name, x in feeds.items()})[0]
@@ -280,7 +280,7 @@ def test_softmax_precision_changes_no_type(precision: int, dtype: str) -> None:
 
 
 def test_values_of_another_type() -> None:
-    feeds = small()
+    feeds = small_inputs()
     expected, *_ = attention(**feeds)
     feeds["V"] = feeds["V"].astype("float64")
     got, _, present, _ = attention(**feeds)
@@ -289,7 +289,7 @@ def test_values_of_another_type() -> None:
 
 
 def test_double_precision_is_double_throughout() -> None:
-    feeds = small(n=64, m=512)
+    feeds = small_inputs(n=64, m=512)
     exact = attention(**{name: x.astype("float64") for name, x in feeds.items()})[0]
     got = attention(**feeds, softmax_precision=11)[0]
     np.testing.assert_array_equal(got, exact.astype("float32"))
@@ -300,7 +300,7 @@ def test_double_precision_needs_float64() -> None:
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", False)
     try:
-        feeds = {name: jax.numpy.asarray(x) for name, x in small().items()}
+        feeds = {name: jax.numpy.asarray(x) for name, x in small_inputs().items()}
         with pytest.raises(ArgumentError, match=r"softmax_precision is 11 .*enable_x64"):
             attention(**feeds, softmax_precision=11)
     finally:
@@ -309,7 +309,7 @@ def test_double_precision_needs_float64() -> None:
 
 def test_torch_with_gradients() -> None:
     torch = pytest.importorskip("torch")
-    feeds: dict[str, Any] = small() | CACHES["padded"] | MASKS["added (H, n, m)"](3, 5)
+    feeds: dict[str, Any] = small_inputs() | CACHES["padded"] | MASKS["added (H, n, m)"](3, 5)
     tensors = {name: torch.from_numpy(x) for name, x in feeds.items()}
     floats = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
     options = {"is_causal": 1, "left_window_size": 2, "softcap": 2.0}
@@ -324,7 +324,7 @@ def test_torch_with_gradients() -> None:
 
 def test_jax_under_jit() -> None:
     jax = pytest.importorskip("jax")
-    feeds: dict[str, Any] = small() | MASKS["boolean (B, 1, n, m)"](3, 5)
+    feeds: dict[str, Any] = small_inputs() | MASKS["boolean (B, 1, n, m)"](3, 5)
     call = jax.jit(lambda **x: attention(**x, right_window_size=1, qk_matmul_output_mode=2))
     got = call(**{name: jax.numpy.asarray(x) for name, x in feeds.items()})
     expected = attention(**feeds, right_window_size=1, qk_matmul_output_mode=2)
@@ -353,13 +353,13 @@ BAD: list[tuple[type[QkvError], str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("error", "message", "change"), BAD, ids=[m for _, m, _ in BAD])
 def test_bad_input(error: type[QkvError], message: str, change: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
-        attention(**(small() | change))
+        attention(**(small_inputs() | change))
 
 
 def test_two_frameworks_in_one_call() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(FrameworkError, match="attn_mask"):
-        attention(**small(), attn_mask=torch.ones(3, 5))
+        attention(**small_inputs(), attn_mask=torch.ones(3, 5))
 
 
 def test_the_function_needs_no_onnx_and_the_class_says_so() -> None:

@@ -32,7 +32,7 @@ def run(*command: object, cwd: Path) -> str:
     return ran.stdout
 
 
-def built(what: str, source: Path, to: Path) -> Path:
+def build_distribution(what: str, source: Path, to: Path) -> Path:
     run(sys.executable, "-m", "hatchling", "build", "-t", what, "-d", to, cwd=source)
     (made,) = to.glob("*.whl" if what == "wheel" else "*.tar.gz")
     return made
@@ -45,19 +45,19 @@ def requirements(lines: list[str] | None, seen: set[str]) -> Iterator[Distributi
         if name is None or name[0].lower() in seen or ";" in line:
             continue
         seen.add(name[0].lower())
-        found = distribution(name[0])
-        yield found
-        yield from requirements(found.requires, seen)
+        result = distribution(name[0])
+        yield result
+        yield from requirements(result.requires, seen)
 
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist, built and unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(built("sdist", ROOT, folder / "dist")) as archive:
+    with tarfile.open(build_distribution("sdist", ROOT, folder / "dist")) as archive:
         archive.extractall(folder, filter="data")
-    (found,) = folder.glob("qkv-*")
-    return found
+    (result,) = folder.glob("qkv-*")
+    return result
 
 
 def test_the_sdist_holds_what_make_test_needs(unpacked):
@@ -66,7 +66,7 @@ def test_the_sdist_holds_what_make_test_needs(unpacked):
 
 
 def test_the_wheel_of_the_sdist_is_installed_and_asked(unpacked, tmp_path):
-    wheel = built("wheel", unpacked, tmp_path / "dist")
+    wheel = build_distribution("wheel", unpacked, tmp_path / "dist")
     with ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata_file,) = (name for name in names if name.endswith(".dist-info/METADATA"))

@@ -48,7 +48,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(fw: Any, name: str, dtype: str) -> dict[str, Any]:
+def build_records(fw: Any, name: str, dtype: str) -> dict[str, Any]:
     """The score and the weighting with their arrays in this framework and precision."""
     host = get_framework(np.ones(1))
     return {
@@ -57,7 +57,7 @@ def made(fw: Any, name: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def expected(fw: Any, half: str, name: str) -> np.ndarray:
+def compute_expected(fw: Any, half: str, name: str) -> np.ndarray:
     """The same in float64, of the numbers as 16 and as 32 bits hold them."""
     host = get_framework(np.ones(1))
     rounded = {
@@ -83,15 +83,15 @@ def test_they_are_computed_with_in_float32(fw: Any, half: str, name: str) -> Non
 
 def check_dtype(fw: Any, half: str, name: str, engine: str | None) -> None:
     arrays = [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)]
-    how = made(fw, name, "float32")
-    out = qkv.attend(*arrays, **how, engine=engine)
+    options = build_records(fw, name, "float32")
+    out = qkv.attend(*arrays, **options, engine=engine)
     assert get_framework(out).dtype_name(out) == half
     # One rounding to 16 bits, at the end.
     rounding = 2.0**-11 if half == "float16" else 2.0**-8
-    want = expected(fw, half, name)
-    found = np.asarray(to_numpy(out), float)
-    np.testing.assert_allclose(found, want, rtol=rounding, atol=2e-4 * np.abs(want).max())
-    again = qkv.attend(*arrays, **how, engine=engine)  # by the cached choice
+    want = compute_expected(fw, half, name)
+    actual = np.asarray(to_numpy(out), float)
+    np.testing.assert_allclose(actual, want, rtol=rounding, atol=2e-4 * np.abs(want).max())
+    again = qkv.attend(*arrays, **options, engine=engine)  # by the cached choice
     np.testing.assert_array_equal(to_numpy(again), to_numpy(out))
 
 
@@ -99,15 +99,18 @@ def check_dtype(fw: Any, half: str, name: str, engine: str | None) -> None:
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize(("fw", "half"), HALVES)
 def test_every_entry_point_takes_them(fw: Any, half: str, name: str) -> None:
-    arrays, how = [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)], made(fw, name, "float32")
-    alpha = qkv.weights(*arrays[:2], **how)
-    assert get_framework(alpha).dtype_name(alpha) == half
-    out, beside = qkv.attend(*arrays, **how, return_weights=True)
-    assert get_framework(out).dtype_name(out) == get_framework(beside).dtype_name(beside) == half
-    np.testing.assert_allclose(
-        np.asarray(to_numpy(beside), float), np.asarray(to_numpy(alpha), float), atol=2e-3
+    arrays, options = (
+        [fw.make_array(x, half) for x in (QUERY, KEY, VALUE)],
+        build_records(fw, name, "float32"),
     )
-    assert qkv.explain(*arrays, **how).engine == qkv.warm(*arrays, **how).engine
+    alpha = qkv.weights(*arrays[:2], **options)
+    assert get_framework(alpha).dtype_name(alpha) == half
+    out, other = qkv.attend(*arrays, **options, return_weights=True)
+    assert get_framework(out).dtype_name(out) == get_framework(other).dtype_name(other) == half
+    np.testing.assert_allclose(
+        np.asarray(to_numpy(other), float), np.asarray(to_numpy(alpha), float), atol=2e-3
+    )
+    assert qkv.explain(*arrays, **options).engine == qkv.warm(*arrays, **options).engine
 
 
 @pytest.mark.parametrize("engine", [None, "dense", "streaming"])
@@ -118,27 +121,28 @@ def test_their_gradients_are_float32(half: str, name: str, engine: Any) -> None:
     if "torch" not in [fw.name for fw in FRAMEWORKS]:
         pytest.skip("torch is not among the frameworks of this run")
     fw = next(fw for fw in FRAMEWORKS if fw.name == "torch")
-    given = [fw.make_array(x, half).requires_grad_() for x in (QUERY, KEY, VALUE)]
-    how = made(fw, name, "float32")
+    inputs = [fw.make_array(x, half).requires_grad_() for x in (QUERY, KEY, VALUE)]
+    options = build_records(fw, name, "float32")
     held = [
-        x.requires_grad_() for x in tree.array_leaves(get_framework(given[0]), tuple(how.values()))
+        x.requires_grad_()
+        for x in tree.array_leaves(get_framework(inputs[0]), tuple(options.values()))
     ]
     slopes = torch.autograd.grad(
-        qkv.attend(*given, **how, engine=engine).float().square().sum(), [*held, *given]
+        qkv.attend(*inputs, **options, engine=engine).float().square().sum(), [*held, *inputs]
     )
     assert {x.dtype for x in slopes[: len(held)]} == {torch.float32}
     assert {x.dtype for x in slopes[len(held) :]} == {getattr(torch, half)}
-    wide = [x.detach().double().requires_grad_() for x in given]
-    exact = made(fw, name, "float64")
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = build_records(fw, name, "float64")
     own = [
         x.requires_grad_()
-        for x in tree.array_leaves(get_framework(given[0]), tuple(exact.values()))
+        for x in tree.array_leaves(get_framework(inputs[0]), tuple(exact.values()))
     ]
     out = qkv.attend(*wide, **exact, engine="dense").square().sum()
     want = torch.autograd.grad(out, [*own, *wide])
-    for found, right in zip(slopes, want, strict=True):
+    for actual, right in zip(slopes, want, strict=True):
         near = 0.05 * float(right.abs().max()) + 1e-3
-        torch.testing.assert_close(found.double(), right, rtol=0.05, atol=near)
+        torch.testing.assert_close(actual.double(), right, rtol=0.05, atol=near)
 
 
 @pytest.mark.parametrize("name", ["entmax", "multiplicative", "gaussian"])
@@ -147,16 +151,16 @@ def test_their_gradients_are_float32_elsewhere(framework: str, name: str) -> Non
     fw = next((fw for fw in FRAMEWORKS if fw.name == framework), None)
     if fw is None:
         pytest.skip(f"{framework} is not among the frameworks of this run")
-    arrays, how = (
+    arrays, options = (
         [fw.make_array(x, "bfloat16") for x in (QUERY, KEY, VALUE)],
-        made(fw, name, "float32"),
+        build_records(fw, name, "float32"),
     )
     own = get_framework(arrays[0])
-    held = tree.array_leaves(own, tuple(how.values()))
+    held = tree.array_leaves(own, tuple(options.values()))
 
     def loss(*parameters: Any) -> Any:
-        fresh = tree.replace_arrays(own, tuple(how.values()), parameters)
-        out = qkv.attend(*arrays, **dict(zip(how, fresh, strict=True)))
+        fresh = tree.replace_arrays(own, tuple(options.values()), parameters)
+        out = qkv.attend(*arrays, **dict(zip(options, fresh, strict=True)))
         return own.xp.sum(own.astype(out, "float32") ** 2)
 
     slopes = fw.gradients_of_floats(loss, held)
@@ -165,7 +169,7 @@ def test_their_gradients_are_float32_elsewhere(framework: str, name: str) -> Non
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
-def test_a_float64_parameter_beside_narrower_queries_is_an_error(fw: Any) -> None:
+def test_a_float64_parameter_with_narrower_queries_is_an_error(fw: Any) -> None:
     for half in fw.dtypes:
         if half == "float64":
             continue

@@ -155,28 +155,28 @@ def list_hostile_inputs(pattern: str | bytes) -> list[Callable[[int], str]]:
     return [repeated(first, pump, last) for pump in dict.fromkeys(pumps) for first, last in ends]
 
 
-def measure_seconds(found: Pattern, text: str) -> float:
+def measure_seconds(result: Pattern, text: str) -> float:
     """CPU time of one application of the pattern."""
-    compiled = re.compile(found.pattern, found.flags)
-    given: Any = text.encode("latin-1", "ignore") if isinstance(found.pattern, bytes) else text
-    call: Callable[..., Any] = getattr(compiled, found.method)
+    compiled = re.compile(result.pattern, result.flags)
+    subject: Any = text.encode("latin-1", "ignore") if isinstance(result.pattern, bytes) else text
+    call: Callable[..., Any] = getattr(compiled, result.method)
     start = time.process_time()
-    if found.method in ("sub", "subn"):
-        call("" if isinstance(given, str) else b"", given)
-    elif found.method == "finditer":
-        for _ in call(given):
+    if result.method in ("sub", "subn"):
+        call("" if isinstance(subject, str) else b"", subject)
+    elif result.method == "finditer":
+        for _ in call(subject):
             pass
     else:
-        call(given)
+        call(subject)
     return time.process_time() - start
 
 
-def find_slow_inputs(found: Pattern) -> Iterator[str]:
+def find_slow_inputs(result: Pattern) -> Iterator[str]:
     """Inputs for which the pattern's time grows faster than their length."""
-    for build in list_hostile_inputs(found.pattern):
+    for build in list_hostile_inputs(result.pattern):
         if (
-            measure_seconds(found, build(SCREEN)) > SUSPECT_SECONDS
-            and measure_seconds(found, build(FULL)) > MAX_SECONDS
+            measure_seconds(result, build(SCREEN)) > SUSPECT_SECONDS
+            and measure_seconds(result, build(FULL)) > MAX_SECONDS
         ):
             yield f"{build(SCREEN)[:12]!r}…"
 
@@ -198,9 +198,9 @@ def run_limited(code: str, seconds: int = MAX_CPU_SECONDS) -> subprocess.Complet
 
 def report_slow_patterns() -> None:
     """Print each pattern, and after it an input that makes it slow."""
-    for found in find_patterns():
-        print(f"\n{found.place} {found.method} {found.pattern!r}", end="", flush=True)
-        for slow in find_slow_inputs(found):
+    for result in find_patterns():
+        print(f"\n{result.place} {result.method} {result.pattern!r}", end="", flush=True)
+        for slow in find_slow_inputs(result):
             print(f" SLOW: {slow}", end="", flush=True)
             break
 
@@ -213,7 +213,7 @@ def test_every_pattern_is_found() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if re.search(rf"\bre\.(compile|{'|'.join(METHODS)})\(", line)
     ]
-    assert len({found.place for found in find_patterns()}) == len(calls)
+    assert len({result.place for result in find_patterns()}) == len(calls)
 
 
 def test_every_pattern_takes_linear_time() -> None:
@@ -234,9 +234,9 @@ def test_every_pattern_takes_linear_time() -> None:
     ],
 )
 def test_a_slow_pattern_is_caught(pattern: Any, method: str) -> None:
-    found = Pattern("", pattern, 0, method)
+    result = Pattern("", pattern, 0, method)
     code = "from tests.test_patterns import *; "
-    ran = run_limited(f"{code}print(next(find_slow_inputs({found!r}), 'none'))", seconds=2)
+    ran = run_limited(f"{code}print(next(find_slow_inputs({result!r}), 'none'))", seconds=2)
     assert ran.returncode < 0 or "none" not in ran.stdout, ran.stderr
 
 
@@ -295,8 +295,8 @@ def list_parsers() -> dict[str, Callable[[str], object]]:
         "JSON": lambda x: json.read_json(x.encode(), "x", "x.json"),
         "JSON lines": lambda x: json.read_json(f'{{"a":1}}\n"{x}'.encode(), "x", "x.jsonl"),
         "JSON list": lambda x: json.read_json(f'[{{"a":1}},{{"a":"{x}'.encode(), "x", "x.json"),
-        "JSON body": lambda x: validation.parse_json(x.encode(), {}),
-        "JSON text body": lambda x: validation.parse_json(f'{{"a":"{x}'.encode(), {}),
+        "JSON body": lambda x: validation.parse_validated_json(x.encode(), {}),
+        "JSON text body": lambda x: validation.parse_validated_json(f'{{"a":"{x}'.encode(), {}),
         "numbers": lambda x: type_inference.parse_numbers([x]),
         "columns": lambda x: type_inference.infer_types({"a": [x, "1"]}, ()),
         "decimal commas": lambda x: type_inference.replace_decimal_commas(

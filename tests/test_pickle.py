@@ -22,11 +22,11 @@ UNNAMED = ("modified", "own_class", "own_function", "custom")
 """Made of functions of the caller's, which are his to pickle."""
 
 
-def even(b, h, i, j):
+def is_even(b, h, i, j):
     return j % 2 == 0
 
 
-def bent(s, b, h, i, j):
+def halve_score(s, b, h, i, j):
     return s * 0.5
 
 
@@ -34,15 +34,15 @@ THINGS: dict[str, Any] = {
     **{
         f"score {x}": scores.resolve(make(a)) for x, (a, make) in SCORES.items() if x not in UNNAMED
     },
-    **{f"weighting {x}": how for x, how in (WEIGHTINGS | LEARNED).items()},
+    **{f"weighting {x}": weighting for x, weighting in (WEIGHTINGS | LEARNED).items()},
     **{
         f"mask {x}": masks.resolve(make(a))[0] if x != "float" else masks.array(a["mask"])
         for x, (a, make) in MASKS.items()
         if x not in (*UNNAMED, "none")
     },
-    "mask custom": masks.custom(even),
+    "mask custom": masks.custom(is_even),
     "mask global_tokens": masks.global_tokens(2),
-    "score modified": scores.Modified(scores.Dot(), bent),
+    "score modified": scores.Modified(scores.Dot(), halve_score),
     "mask arrays": masks.causal & np.zeros((3, 3)),
     "mask either": masks.dilated(2, 3) | ~masks.strided(2) | masks.global_tokens(3),
 }
@@ -66,14 +66,14 @@ def test_in_another_process():
     code = (
         "import pickle, sys; x = pickle.load(sys.stdin.buffer); pickle.dump(x, sys.stdout.buffer)"
     )
-    mine = {
+    custom = {
         name: x for name, x in THINGS.items() if "tests" not in pickle.dumps(x).decode("latin1")
     }
-    assert len(mine) > len(THINGS) - 4
+    assert len(custom) > len(THINGS) - 4
     run = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(mine), capture_output=True, check=True
+        [sys.executable, "-c", code], input=pickle.dumps(custom), capture_output=True, check=True
     )
-    assert pickle.loads(run.stdout) == mine
+    assert pickle.loads(run.stdout) == custom
 
 
 def test_what_differs_is_not_equal():
@@ -137,28 +137,30 @@ def test_an_answer_says_the_same_elsewhere():
     D = qkv.Database([(float(i), float(i * i)) for i in range(60)])
     D.calibrate([(i + 0.1, float(i)) for i in range(50)])
     none, few = D.ask(3.2, where="value > 1e9"), _filled().ask([1.0, 5.0])[1]
-    for asked in (D.ask(3.2, top=2), none, few):
-        there = pickle.loads(pickle.dumps(asked))
-        assert repr(there) == repr(asked) and there == asked and there.explain() == asked.explain()
-        assert there.weights.tolist() == asked.weights.tolist() and there.spread == asked.spread
-        assert there.coverage is None or there.prediction_set == asked.prediction_set
-        assert there.above(0.99) == asked.above(0.99)
+    for answer in (D.ask(3.2, top=2), none, few):
+        there = pickle.loads(pickle.dumps(answer))
+        assert (
+            repr(there) == repr(answer) and there == answer and there.explain() == answer.explain()
+        )
+        assert there.weights.tolist() == answer.weights.tolist() and there.spread == answer.spread
+        assert there.coverage is None or there.prediction_set == answer.prediction_set
+        assert there.above(0.99) == answer.above(0.99)
         for what in (there.influence, lambda there=there: there.without(0)):
             with pytest.raises(qkv.QkvError, match="ask the database"):
                 what()
-    asked = D.ask(3.2, top=2)
+    answer = D.ask(3.2, top=2)
     with pytest.raises(qkv.QkvError, match="ask the database"):
-        pickle.loads(pickle.dumps(asked)).above(1e-6)
-    here = copy.deepcopy(asked)
-    assert here.rows == asked.rows and here.rows is not asked.rows
-    assert here.without(3).value == asked.without(3).value, "the database is still there"
+        pickle.loads(pickle.dumps(answer)).above(1e-6)
+    here = copy.deepcopy(answer)
+    assert here.rows == answer.rows and here.rows is not answer.rows
+    assert here.without(3).value == answer.without(3).value, "the database is still there"
 
 
 def test_what_is_raised_comes_out_of_a_pool():
     D = qkv.Database({"Zhang": 1, "Li": 2})
-    with pytest.raises(KeyError) as found:
+    with pytest.raises(KeyError) as result:
         D["Zang"]
-    error = found.value
+    error = result.value
     for made in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert str(made) == str(error) and made.key == "Zang" and made.nearest_keys[0] == "Zhang"
     for error in (DuplicateKeyError("told", 3), LostShardError("told", 1)):

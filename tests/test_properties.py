@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 LENGTHS = st.integers(1, 9)
 
 
-def some(count: int) -> Any:
+def sample_examples(count: int) -> Any:
     """The same examples on every run, so that a failure is one for everybody."""
     return settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
@@ -39,7 +39,7 @@ def load(name: str) -> Any:
             pytest.skip(f"{name} is not installed")
 
 
-def close(got: Any, want: Any, tolerance: float = 1e-10) -> None:
+def assert_close(got: Any, want: Any, tolerance: float = 1e-10) -> None:
     got, want = to_numpy(got), to_numpy(want)
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
@@ -120,9 +120,9 @@ def in_blocks(
     size: tuple[int, int], q: Any, k: Any, v: Any, lse: bool = False, **options: Any
 ) -> tuple[Any, Any]:
     """The streaming engine with a block of this size: the output and the log-sum-exp."""
-    given = {"score": "scaled_dot", "weighting": "softmax", "mask": None, "dropout_p": 0.0}
-    given |= {"seed": None, "tolerance": None} | options
-    call = replace(build_call(q, k, v, *given.values()), wants_lse=lse)
+    settings = {"score": "scaled_dot", "weighting": "softmax", "mask": None, "dropout_p": 0.0}
+    settings |= {"seed": None, "tolerance": None} | options
+    call = replace(build_call(q, k, v, *settings.values()), wants_lse=lse)
     with call.fw.compute_context():
         return streaming.run(call, size)[:2]
 
@@ -131,7 +131,7 @@ def in_blocks(
 
 
 @each_weighting
-@some(12)
+@sample_examples(12)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_the_order_of_rows_changes_nothing(name: str, seed: int, n: int, m: int) -> None:
     rng = np.random.default_rng(seed)
@@ -140,15 +140,15 @@ def test_the_order_of_rows_changes_nothing(name: str, seed: int, n: int, m: int)
     options = {"score": score_for(name, rng), "weighting": WEIGHTINGS[name]}
     order, other = rng.permutation(m), rng.permutation(n)
     want = qkv.attend(q, k, v, mask=live, **options)
-    close(qkv.attend(q, k[order], v[order], mask=live[:, order], **options), want)
-    close(in_blocks((2, 2), q, k[order], v[order], mask=live[:, order], **options)[0], want)
+    assert_close(qkv.attend(q, k[order], v[order], mask=live[:, order], **options), want)
+    assert_close(in_blocks((2, 2), q, k[order], v[order], mask=live[:, order], **options)[0], want)
     alpha = qkv.weights(q, k, mask=live, **options)
-    close(qkv.weights(q, k[order], mask=live[:, order], **options), alpha[:, order])
-    close(qkv.attend(q[other], k, v, mask=live[other], **options), want[other])
+    assert_close(qkv.weights(q, k[order], mask=live[:, order], **options), alpha[:, order])
+    assert_close(qkv.attend(q[other], k, v, mask=live[other], **options), want[other])
 
 
 @pytest.mark.parametrize("name", SIMPLEX)
-@some(12)
+@sample_examples(12)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS, size=st.sampled_from([1e-3, 1.0, 50.0]))
 def test_a_shift_of_the_scores_changes_nothing(
     name: str, seed: int, n: int, m: int, size: float
@@ -162,16 +162,16 @@ def test_a_shift_of_the_scores_changes_nothing(
     options = {"weighting": WEIGHTINGS[name], "mask": rng.random((n, m)) < 0.8}
     want = qkv.attend(q, k, v, score=plain, **options)
     for other in (shifted, moved):
-        close(qkv.attend(q, k, v, score=other, **options), want)
-        close(in_blocks((2, 3), q, k, v, score=other, **options)[0], want)
+        assert_close(qkv.attend(q, k, v, score=other, **options), want)
+        assert_close(in_blocks((2, 3), q, k, v, score=other, **options)[0], want)
     if WEIGHTINGS[name].has_lse:
         shift = by_row / getattr(WEIGHTINGS[name], "temperature", 1.0)
         lse = qkv.attend(q, k, v, score=plain, return_lse=True, **options)[1]
-        close(qkv.attend(q, k, v, score=shifted, return_lse=True, **options)[1], lse + shift)
+        assert_close(qkv.attend(q, k, v, score=shifted, return_lse=True, **options)[1], lse + shift)
 
 
 @pytest.mark.parametrize("name", CONVEX)
-@some(15)
+@sample_examples(15)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS, far=st.sampled_from([1.0, 1e3]))
 def test_convex_weights_stay_in_the_hull(name: str, seed: int, n: int, m: int, far: float) -> None:
     rng = np.random.default_rng(seed)
@@ -181,10 +181,10 @@ def test_convex_weights_stay_in_the_hull(name: str, seed: int, n: int, m: int, f
     assert (alpha >= 0).all()
     total = alpha.sum(-1)
     some_weight = total > 0 if name == "normalized" else np.ones(n, bool)
-    close(total, some_weight.astype(float))
+    assert_close(total, some_weight.astype(float))
     directions = np.concatenate([np.eye(DV), -np.eye(DV), rows(rng, 20, DV)])
-    whole = qkv.attend(q * far, k, v, **options)
-    for out in (whole, in_blocks((1, 2), q * far, k, v, **options)[0]):
+    full = qkv.attend(q * far, k, v, **options)
+    for out in (full, in_blocks((1, 2), q * far, k, v, **options)[0]):
         along = directions @ v.T  # (directions, m): where each value lies
         reached = (directions @ out.T)[:, some_weight]
         assert (reached <= along.max(-1, keepdims=True) + 1e-12 * far).all()
@@ -194,7 +194,7 @@ def test_convex_weights_stay_in_the_hull(name: str, seed: int, n: int, m: int, f
 
 @pytest.mark.parametrize("score", NONNEGATIVE)
 @pytest.mark.parametrize("name", ["raw", "normalized", "sigmoid"])
-@some(5)
+@sample_examples(5)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_nonnegative_weights_stay_in_the_cone(
     name: str, score: str, seed: int, n: int, m: int
@@ -204,7 +204,7 @@ def test_nonnegative_weights_stay_in_the_cone(
     options = {"score": NONNEGATIVE[score](rng), "weighting": name}
     out, alpha = qkv.attend(q, k, v, return_weights=True, **options)
     assert (alpha >= 0).all()
-    close(out, alpha @ v)  # a nonnegative combination of the values is in their cone
+    assert_close(out, alpha @ v)  # a nonnegative combination of the values is in their cone
     towards = np.abs(rows(rng, 1, DV))
     apart = qkv.attend(q, k, v * np.sign(v @ towards.T), **options)
     assert (apart @ towards.T >= -1e-12).all()  # values on one side of a plane stay there
@@ -213,7 +213,7 @@ def test_nonnegative_weights_stay_in_the_cone(
 # The seeds
 
 
-@some(20)
+@sample_examples(20)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_the_four_special_cases_of_the_seeds(seed: int, n: int, m: int) -> None:
     rng = np.random.default_rng(seed)
@@ -222,25 +222,25 @@ def test_the_four_special_cases_of_the_seeds(seed: int, n: int, m: int) -> None:
 
     def both(**options: Any) -> tuple[Any, Any]:
         out, alpha = qkv.attend(q, k, v, return_weights=True, **options)
-        close(out, alpha @ v)
+        assert_close(out, alpha @ v)
         return out, alpha
 
     cone, alpha = both(score="epanechnikov", weighting="raw")
     near = np.maximum(0, 1 - ((q[:, None] - k) ** 2).sum(-1))
-    close(alpha, near)
-    close(cone, sum(near[:, i, None] * v[i] for i in range(m)))
+    assert_close(alpha, near)
+    assert_close(cone, sum(near[:, i, None] * v[i] for i in range(m)))
 
     _, alpha = both(score="dot")
-    close(alpha, np.exp(dots) / np.exp(dots).sum(-1, keepdims=True))
-    close(alpha.sum(-1), np.ones(n))
+    assert_close(alpha, np.exp(dots) / np.exp(dots).sum(-1, keepdims=True))
+    assert_close(alpha.sum(-1), np.ones(n))
 
-    found, alpha = both(score="dot", weighting="hard")
+    result, alpha = both(score="dot", weighting="hard")
     assert np.array_equal(alpha, np.eye(m)[dots.argmax(-1)])
-    assert np.array_equal(found, v[dots.argmax(-1)])
+    assert np.array_equal(result, v[dots.argmax(-1)])
 
     mean, alpha = both(score="dot", weighting="average")
     assert np.array_equal(alpha, np.full((n, m), 1 / m))
-    close(mean, np.broadcast_to(v.mean(0), (n, DV)))
+    assert_close(mean, np.broadcast_to(v.mean(0), (n, DV)))
 
 
 def test_the_six_names() -> None:
@@ -256,7 +256,7 @@ def test_the_six_names() -> None:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-@some(10)
+@sample_examples(10)
 @given(seed=SEEDS, n=st.integers(1, 6))
 def test_self_attention_row_by_row_by_hand(framework: str, seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)
@@ -277,14 +277,14 @@ def test_self_attention_row_by_row_by_hand(framework: str, seed: int, n: int) ->
         want.append(mixed)
     make = np.asarray if framework == "numpy" else load("torch").tensor
     for engine in ["dense", "streaming", None] + ["native"] * (framework == "torch"):
-        close(qkv.attend(make(q), make(k), make(v), engine=engine), want, 1e-12)
-    close(in_blocks((1, 1), make(q), make(k), make(v))[0], want, 1e-12)
-    close(qkv.scaled_dot_product_attention(make(q), make(k), make(v)), want, 1e-12)
+        assert_close(qkv.attend(make(q), make(k), make(v), engine=engine), want, 1e-12)
+    assert_close(in_blocks((1, 1), make(q), make(k), make(v))[0], want, 1e-12)
+    assert_close(qkv.scaled_dot_product_attention(make(q), make(k), make(v)), want, 1e-12)
 
 
 @pytest.mark.parametrize("engine", ["dense", "streaming", "native", "blocks"])
 @pytest.mark.parametrize("masked", [False, True])
-@some(6)
+@sample_examples(6)
 @given(seed=SEEDS, m=st.integers(1, 7))
 def test_the_gradient_is_the_covariance_of_the_keys(
     engine: str, masked: bool, seed: int, m: int
@@ -309,10 +309,10 @@ def test_the_gradient_is_the_covariance_of_the_keys(
     mean = p @ k
     covariance = sum(p[i] * np.outer(k[i] - mean, k[i] - mean) for i in range(m))
     q = torch.tensor(query, requires_grad=True)
-    close(attention(q), mean)
-    close(torch.autograd.functional.jacobian(attention, q), covariance)
+    assert_close(attention(q), mean)
+    assert_close(torch.autograd.functional.jacobian(attention, q), covariance)
     one_by_one = [torch.autograd.grad(attention(q)[a], q)[0] for a in range(D)]
-    close(torch.stack(one_by_one), covariance)
+    assert_close(torch.stack(one_by_one), covariance)
 
 
 # The monoid
@@ -351,7 +351,7 @@ def cut(x: Any, part: slice) -> Any:
 
 @each_weighting
 @pytest.mark.parametrize("ties", [False, True])
-@some(25)
+@sample_examples(25)
 @given(seed=SEEDS)
 def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
     rng, weighting, s, live, k, v, dropout_mask = monoid_case(name, seed, ties)
@@ -369,28 +369,28 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
             states = [lift(s[:, part], cut(live, part), k[:, part]) for part in parts]
             return random_tree(rng, states, merge)
 
-        found = weighting.find_threshold(fold)
+        result = weighting.find_threshold(fold)
         states = [
             weighting.partial_state(
                 s[:, part].copy(),
                 cut(live, part),
                 k[:, part],
-                found,
+                result,
                 v[part],
                 cut(dropout_mask, part),
             )
             for part in parts
         ]
-        return found, random_tree(rng, states, weighting.merge)
+        return result, random_tree(rng, states, weighting.merge)
 
     with np.errstate(all="ignore"):
-        found, state = along_a_tree([slice(0, s.shape[-1])])
-        out, known, centre = weighting.finish(state, found)
+        result, state = along_a_tree([slice(0, s.shape[-1])])
+        out, known, centre = weighting.finish(state, result)
         alpha = weighting.weights(s, live, k)
-        close(weighting.block_weights(s, live, k, known), alpha)
-        close(out, (alpha if dropout_mask is None else alpha * dropout_mask) @ v)
+        assert_close(weighting.block_weights(s, live, k, known), alpha)
+        assert_close(out, (alpha if dropout_mask is None else alpha * dropout_mask) @ v)
         if weighting.has_lse:
-            close(weighting.lse_from_state(known), weighting.compute_lse(s, live, k))
+            assert_close(weighting.lse_from_state(known), weighting.compute_lse(s, live, k))
         for shuffled in (False, True):
             other_found, other = along_a_tree(blocks_of(shuffled))
             other_out, other_known, other_centre = weighting.finish(other, other_found)
@@ -401,7 +401,7 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
 
 
 @each_weighting
-@some(15)
+@sample_examples(15)
 @given(seed=SEEDS)
 def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
     _, weighting, s, live, k, v, dropout_mask = monoid_case(name, seed, ties=True)
@@ -413,8 +413,8 @@ def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
         return state
 
     with np.errstate(all="ignore"):
-        found = weighting.find_threshold(fold)
-        state = weighting.partial_state(s.copy(), live, k, found, v, dropout_mask)
+        result = weighting.find_threshold(fold)
+        state = weighting.partial_state(s.copy(), live, k, result, v, dropout_mask)
         laws.append((weighting.merge, weighting.init(s[:, :1], DV), state))
         for merge, empty, full in laws:
             for got in (merge(empty, full), merge(full, empty)):
@@ -450,7 +450,7 @@ def random_mask(
 
 
 @each_weighting
-@some(20)
+@sample_examples(20)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_dense_is_streaming_for_every_block(name: str, seed: int, n: int, m: int) -> None:
     rng = np.random.default_rng(seed)
@@ -465,19 +465,19 @@ def test_dense_is_streaming_for_every_block(name: str, seed: int, n: int, m: int
     want, *rest = qkv.attend(
         q, k, v, engine="dense", return_weights=True, return_lse=lse, **options
     )
-    close(rest[-1] @ v, want)
-    close(rest[-1], qkv.weights(q, k, **options))
+    assert_close(rest[-1] @ v, want)
+    assert_close(rest[-1], qkv.weights(q, k, **options))
     for size in BLOCKS:
-        out, found = in_blocks(size, q, k, v, lse, **options)
+        out, actual = in_blocks(size, q, k, v, lse, **options)
         if name == "hard":
             assert np.array_equal(out, want)
-        close(out, want)
+        assert_close(out, want)
         if lse:
-            close(found[..., 0], rest[0])
+            assert_close(actual[..., 0], rest[0])
 
 
 @each_weighting
-@some(4)
+@sample_examples(4)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_the_gradients_of_streaming_are_those_of_dense(
     name: str, seed: int, n: int, m: int
@@ -498,11 +498,11 @@ def test_the_gradients_of_streaming_are_those_of_dense(
     want = pulled(qkv.attend(q, k, v, engine="dense", **options))
     for size in ((1, 1), (2, 3), (50, 50)):
         for got, expected in zip(pulled(in_blocks(size, q, k, v, **options)[0]), want, strict=True):
-            close(got, expected, 1e-8)
+            assert_close(got, expected, 1e-8)
 
 
 @pytest.mark.parametrize("score", ["dot", "scaled_dot"])
-@some(40)
+@sample_examples(40)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS, live=st.sampled_from([0.3, 0.8, 1.0]))
 def test_native_is_dense_for_every_mask(score: str, seed: int, n: int, m: int, live: float) -> None:
     torch = load("torch")
@@ -517,13 +517,13 @@ def test_native_is_dense_for_every_mask(score: str, seed: int, n: int, m: int, l
         want, got = (
             qkv.attend(*arrays, engine=engine, **options) for engine in ("dense", "native")
         )
-        close(got, want)
+        assert_close(got, want)
         for one, two in zip(
             torch.autograd.grad(got, arrays, along),
             torch.autograd.grad(want, arrays, along),
             strict=True,
         ):
-            close(one, two)
+            assert_close(one, two)
 
 
 LONG: dict[str, Any] = {
@@ -554,19 +554,19 @@ def test_engines_agree_over_many_blocks(name: str) -> None:
     top = s.max(-1, keepdims=True)
     e = np.exp(s - np.where(np.isfinite(top), top, 0))
     want = e / np.maximum(e.sum(-1, keepdims=True), 1e-300) @ v
-    close(qkv.attend(q, k, v, score="dot", mask=LONG[name], engine="dense"), want)
-    close(qkv.attend(q, k, v, score="dot", mask=LONG[name], engine="streaming"), want)
-    close(in_blocks((64, 48), q, k, v, score="dot", mask=LONG[name])[0], want)
+    assert_close(qkv.attend(q, k, v, score="dot", mask=LONG[name], engine="dense"), want)
+    assert_close(qkv.attend(q, k, v, score="dot", mask=LONG[name], engine="streaming"), want)
+    assert_close(in_blocks((64, 48), q, k, v, score="dot", mask=LONG[name])[0], want)
     tensors = [torch.tensor(x) for x in (q, k, v)]
     mask = masks.array(LONG[name])
     if name == "causal bias":
         mask = masks.causal & torch.tensor(LONG["bias"])
     elif call.bias is not None:
         mask = torch.tensor(LONG[name])
-    close(qkv.attend(*tensors, score="dot", mask=mask, engine="native"), want)
+    assert_close(qkv.attend(*tensors, score="dot", mask=mask, engine="native"), want)
 
 
-@some(15)
+@sample_examples(15)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_the_log_sum_exp(seed: int, n: int, m: int) -> None:
     rng = np.random.default_rng(seed)
@@ -579,14 +579,14 @@ def test_the_log_sum_exp(seed: int, n: int, m: int) -> None:
         for i in range(n)
     ]
     options = {"score": "dot", "weighting": weightings.Softmax(2.0), "mask": live}
-    close(qkv.attend(q, k, v, return_lse=True, **options)[1], np.array(want))
+    assert_close(qkv.attend(q, k, v, return_lse=True, **options)[1], np.array(want))
 
 
 # Weightings with a second face
 
 
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
-@some(8)
+@sample_examples(8)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_straight_through_is_hard_forward_and_soft_backward(
     engine: str, seed: int, n: int, m: int
@@ -595,7 +595,7 @@ def test_straight_through_is_hard_forward_and_soft_backward(
     rng = np.random.default_rng(seed)
     arrays = [torch.tensor(x, requires_grad=True) for x in database(rng, n, m)]
     along, mask = torch.tensor(rows(rng, n, DV)), torch.tensor(rng.random((n, m)) < 0.7)
-    found = {}
+    result = {}
     for name, weighting in {
         "hard": weightings.Hard(),
         "soft": weightings.Softmax(),
@@ -609,14 +609,14 @@ def test_straight_through_is_hard_forward_and_soft_backward(
             )
             for y, g in ((out, along), (alpha, along @ arrays[2].detach().T))
         ]
-        found[name] = (out, alpha, *pulled)
+        result[name] = (out, alpha, *pulled)
     for at in (0, 1):
-        close(found["both"][at], found["hard"][at])
+        assert_close(result["both"][at], result["hard"][at])
     for at in (2, 3):
-        dq, dk, dv = found["both"][at]
-        close(dq, found["soft"][at][0])
-        close(dk, found["soft"][at][1])
-        close(dv, found["hard"][at][2])
+        dq, dk, dv = result["both"][at]
+        assert_close(dq, result["soft"][at][0])
+        assert_close(dk, result["soft"][at][1])
+        assert_close(dv, result["hard"][at][2])
 
 
 @pytest.mark.parametrize("score", ["boxcar", "triangular", "epanechnikov"])
@@ -634,7 +634,7 @@ def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> Non
         ("nearest", 2.0, [0.0, 1.0]),
     ):
         for engine in ("dense", "streaming"):
-            out, found = qkv.attend(
+            out, result = qkv.attend(
                 *(q, k, v),
                 score=score,
                 weighting=weightings.Normalized(on_empty),
@@ -642,16 +642,16 @@ def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> Non
                 engine=engine,
                 return_weights=True,
             )
-            close(out, [[1.0], [answer], [0.0]])
-            close(found[:, :2], [[1.0, 0.0], alpha, [0.0, 0.0]])
-            assert on_empty == "nan" or not to_numpy(found)[:, 2].any()
+            assert_close(out, [[1.0], [answer], [0.0]])
+            assert_close(result[:, :2], [[1.0, 0.0], alpha, [0.0, 0.0]])
+            assert on_empty == "nan" or not to_numpy(result)[:, 2].any()
 
 
 # Sparse weightings
 
 
 @pytest.mark.parametrize("alpha", [1.05, 1.2, 1.5, 1.8, 2])
-@some(25)
+@sample_examples(25)
 @given(seed=SEEDS, m=st.integers(1, 40), size=st.sampled_from([0.0, 0.1, 1.0, 20.0]))
 def test_entmax_solves_its_problem(alpha: float, seed: int, m: int, size: float) -> None:
     """p = max(0, (α − 1) s − τ)^(1/(α − 1)) with one τ a row, and Σ p = 1."""
@@ -660,7 +660,7 @@ def test_entmax_solves_its_problem(alpha: float, seed: int, m: int, size: float)
     weighting = weightings.Sparsemax() if alpha == 2 else weightings.Entmax(alpha)
     p = weighting(s)
     assert (p >= 0).all()
-    close(p.sum(-1), np.ones(5))
+    assert_close(p.sum(-1), np.ones(5))
     slack = (alpha - 1) * s - p ** (alpha - 1)  # τ where p > 0, and at most τ elsewhere
     tau = np.where(p > 0, slack, -np.inf).max(-1, keepdims=True)
     on = p > 1e-6
@@ -669,7 +669,7 @@ def test_entmax_solves_its_problem(alpha: float, seed: int, m: int, size: float)
 
 
 @pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax_bisect"])
-@some(15)
+@sample_examples(15)
 @given(seed=SEEDS, m=st.integers(1, 30), size=st.sampled_from([0.3, 3.0]))
 def test_entmax_agrees_with_the_entmax_package(name: str, seed: int, m: int, size: float) -> None:
     torch, entmax = load("torch"), load("entmax")
@@ -684,8 +684,8 @@ def test_entmax_agrees_with_the_entmax_package(name: str, seed: int, m: int, siz
             weightings.Entmax(1.3),
         ),
     }[name]
-    close(ours(s), theirs(s, -1), 1e-9)
-    close(
+    assert_close(ours(s), theirs(s, -1), 1e-9)
+    assert_close(
         torch.autograd.grad(ours(s), s, along)[0],
         torch.autograd.grad(theirs(s, -1), s, along)[0],
         1e-7,
@@ -695,26 +695,26 @@ def test_entmax_agrees_with_the_entmax_package(name: str, seed: int, m: int, siz
 # Dropout
 
 
-@some(8)
+@sample_examples(8)
 @given(seed=SEEDS, p=st.sampled_from([0.1, 0.5, 0.9]))
 def test_dropout_is_fair(seed: int, p: float) -> None:
     q, k = np.zeros((2, 3, 60, 1)), np.zeros((2, 3, 70, 1))
     plain = qkv.weights(q, k)
     factor = qkv.weights(q, k, dropout_p=p, seed=seed) / plain
-    kept = factor > 0
-    np.testing.assert_allclose(factor, np.where(kept, 1 / (1 - p), 0.0), rtol=1e-12)
-    deviation = math.sqrt(p * (1 - p) / kept.size)
-    assert abs((1 - kept.mean()) - p) < 5 * deviation
+    included = factor > 0
+    np.testing.assert_allclose(factor, np.where(included, 1 / (1 - p), 0.0), rtol=1e-12)
+    deviation = math.sqrt(p * (1 - p) / included.size)
+    assert abs((1 - included.mean()) - p) < 5 * deviation
     assert abs(factor.mean() - 1) < 5 * deviation / (1 - p)
     # No batch, head, query or key looks like its neighbour.
     expected = p * p + (1 - p) ** 2
     for axis in range(4):
-        first, second = (np.delete(kept, at, axis) for at in (0, -1))
+        first, second = (np.delete(included, at, axis) for at in (0, -1))
         assert abs((first == second).mean() - expected) < 0.05
-    assert not np.array_equal(kept, qkv.weights(q, k, dropout_p=p, seed=seed + 1) > 0)
+    assert not np.array_equal(included, qkv.weights(q, k, dropout_p=p, seed=seed + 1) > 0)
 
 
-@some(24)
+@sample_examples(24)
 @given(
     seed=SEEDS, p=st.sampled_from([0.0, 0.3, 0.7, 1.0]), lead=st.sampled_from([(), (3,), (2, 3)])
 )
@@ -722,11 +722,11 @@ def test_one_seed_drops_the_same_in_every_block(seed: int, p: float, lead: tuple
     q, k, v = database(np.random.default_rng(seed), 5, 7, lead)
     options = {"mask": masks.causal, "dropout_p": p, "seed": seed}
     want, alpha = qkv.attend(q, k, v, return_weights=True, engine="dense", **options)
-    close(alpha @ v, want)
-    close(qkv.weights(q, k, **options), alpha)
-    close(qkv.attend(q, k, v, engine="streaming", **options), want)
+    assert_close(alpha @ v, want)
+    assert_close(qkv.weights(q, k, **options), alpha)
+    assert_close(qkv.attend(q, k, v, engine="streaming", **options), want)
     for size in ((1, 1), (2, 3), (9, 9)):
-        close(in_blocks(size, q, k, v, **options)[0], want)
+        assert_close(in_blocks(size, q, k, v, **options)[0], want)
     if p == 1:
         assert not want.any() and not alpha.any()
 
@@ -741,15 +741,15 @@ def test_one_seed_drops_the_same_in_every_framework(framework: str, p: float) ->
     make = getattr(module, "asarray", None) or module.constant
     out, other = qkv.attend(*map(make, (q, k, v)), return_weights=True, engine="dense", **options)
     assert np.array_equal(to_numpy(other) > 0, alpha > 0)
-    close(out, want, 1e-5)
-    close(in_blocks((2, 3), *map(make, (q, k, v)), **options)[0], want, 1e-5)
+    assert_close(out, want, 1e-5)
+    assert_close(in_blocks((2, 3), *map(make, (q, k, v)), **options)[0], want, 1e-5)
 
 
 # Heads
 
 
 @each_weighting
-@some(6)
+@sample_examples(6)
 @given(
     seed=SEEDS,
     heads=st.sampled_from([(4, 2, 2), (4, 1, 4), (4, 4, 2), (6, 2, 3), (6, 3, 1), (2, 1, 1)]),
@@ -774,10 +774,10 @@ def test_shared_heads_are_repeated_heads(
     want, alpha = qkv.attend(q, *full, return_weights=True, engine="dense", **options)
     for b, h in itertools.product(range(2), range(heads[0])):
         alone = options | {"mask": options["mask"][b, 0]}
-        close(want[b, h], qkv.attend(q[b, h], full[0][b, h], full[1][b, h], **alone))
-    close(qkv.attend(q, k, v, engine="dense", **options), want)
-    close(in_blocks((2, 2), q, k, v, **options)[0], want)
-    close(qkv.weights(q, k, **options), alpha)
+        assert_close(want[b, h], qkv.attend(q[b, h], full[0][b, h], full[1][b, h], **alone))
+    assert_close(qkv.attend(q, k, v, engine="dense", **options), want)
+    assert_close(in_blocks((2, 2), q, k, v, **options)[0], want)
+    assert_close(qkv.weights(q, k, **options), alpha)
 
 
 @pytest.mark.parametrize("engine", ["dense", "streaming", "native"])
@@ -802,7 +802,7 @@ def test_shared_heads_gather_the_gradients_of_their_group(
     )
     got = torch.autograd.grad(qkv.attend(*shared, engine=engine), shared, along)
     for one, two in zip(got, want, strict=True):
-        close(one, two)
+        assert_close(one, two)
 
 
 # Masks. Each is defined once more, pair by pair: rule(b, h, i, j, n, m).
@@ -869,13 +869,13 @@ KINDS = len(mask_and_rule(np.random.default_rng(0), 2, 2, (1, 1)))
 BOOLEAN = KINDS - 1  # the last is a float mask, which combines by & alone
 
 
-def check_mask(mask: Any, want: np.ndarray, rng: np.random.Generator, looks: int = 12) -> None:
+def check_mask(mask: Any, want: np.ndarray, rng: np.random.Generator, lookups: int = 12) -> None:
     """allowed() of random blocks is that part of `want`, verdict() never contradicts it."""
     *lead, n, m = want.shape
     q, k = np.zeros((*lead, n, 1)), np.zeros((m, 1))
     call = build_call(q, k, k, "dot", "softmax", mask, 0.0, None, None)
     spans = [(Span(0, n), Span(0, m))]
-    for _ in range(looks):
+    for _ in range(lookups):
         (top, bottom), (left, right) = (
             sorted(rng.choice(size + 1, 2, replace=False)) for size in (n, m)
         )
@@ -899,7 +899,7 @@ def brute_force(rule: Rule, n: int, m: int, lead: tuple[int, int]) -> np.ndarray
 
 
 @pytest.mark.parametrize("kind", range(KINDS))
-@some(8)
+@sample_examples(8)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_a_mask_is_its_rule(kind: int, seed: int, n: int, m: int) -> None:
     rng = np.random.default_rng(seed)
@@ -909,10 +909,10 @@ def test_a_mask_is_its_rule(kind: int, seed: int, n: int, m: int) -> None:
     check_mask(mask, want, rng)
     alpha = qkv.weights(np.zeros((*lead, n, 1)), np.zeros((m, 1)), weighting="average", mask=mask)
     counts = want.sum(-1, keepdims=True)
-    close(alpha, want / np.where(counts == 0, 1, counts))
+    assert_close(alpha, want / np.where(counts == 0, 1, counts))
 
 
-@some(80)
+@sample_examples(80)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS, size=st.integers(1, 5))
 def test_masks_are_a_boolean_algebra(seed: int, n: int, m: int, size: int) -> None:
     rng = np.random.default_rng(seed)
@@ -941,7 +941,7 @@ def test_masks_are_a_boolean_algebra(seed: int, n: int, m: int, size: int) -> No
     check_mask(mask & ~mask, np.zeros_like(want), rng, 3)
 
 
-@some(20)
+@sample_examples(20)
 @given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
 def test_float_masks_add_up(seed: int, n: int, m: int) -> None:
     rng = np.random.default_rng(seed)
@@ -952,13 +952,13 @@ def test_float_masks_add_up(seed: int, n: int, m: int) -> None:
     biased = scores.resolve(lambda query, key: query @ key.swapaxes(-1, -2) + one + two)
     want = qkv.attend(q, k, v, score=biased, mask=masks.causal & live)
     got = qkv.attend(q, k, v, score="dot", mask=masks.causal & ruled & two)
-    close(got, want)
+    assert_close(got, want)
 
 
 # PyTorch's signature
 
 
-@some(120)
+@sample_examples(120)
 @given(
     seed=SEEDS,
     axes=st.integers(2, 4),
@@ -988,8 +988,8 @@ def test_scaled_dot_product_attention_is_torchs(
         torch.tensor(rows(rng, *shape), dtype=dtype)
         for shape in ((*lead, n, D), (*fewer, m, D), (*fewer, m, DV))
     )
-    given: dict[str, Any] = {"scale": scale, "is_causal": mask == "causal"}
-    given |= {"enable_gqa": True} if gqa and axes == 4 else {}
+    options: dict[str, Any] = {"scale": scale, "is_causal": mask == "causal"}
+    options |= {"enable_gqa": True} if gqa and axes == 4 else {}
     if gqa and axes == 3:  # torch shares heads on four axes only
         k, v = (x.repeat_interleave(2, 0) for x in (k, v))
     if mask in ("boolean", "float"):
@@ -997,15 +997,15 @@ def test_scaled_dot_product_attention_is_torchs(
         live = rng.random(shape[rng.integers(4)]) < rng.choice([0.6, 1.0])
         live[..., 0] = True
         bias = np.where(live, rng.normal(size=live.shape), -np.inf)
-        given["attn_mask"] = torch.tensor(live if mask == "boolean" else bias)
+        options["attn_mask"] = torch.tensor(live if mask == "boolean" else bias)
         if mask == "float":
-            given["attn_mask"] = given["attn_mask"].to(dtype)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+            options["attn_mask"] = options["attn_mask"].to(dtype)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
     tolerance = 1e-10 if double else 2e-5
-    got = qkv.scaled_dot_product_attention(q, k, v, **given)
+    got = qkv.scaled_dot_product_attention(q, k, v, **options)
     assert got.dtype == dtype
-    close(got, want, tolerance)
-    on_host = {name: to_numpy(x) if torch.is_tensor(x) else x for name, x in given.items()}
+    assert_close(got, want, tolerance)
+    on_host = {name: to_numpy(x) if torch.is_tensor(x) else x for name, x in options.items()}
     again = qkv.scaled_dot_product_attention(*map(to_numpy, (q, k, v)), **on_host)
     assert again.dtype == to_numpy(q).dtype
-    close(again, want, tolerance)
+    assert_close(again, want, tolerance)

@@ -91,13 +91,13 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again["rows"]["documents"] == documents
     late = HaystackRetriever(books, content="title", where="year > 1900")
     assert {x.content for x in late.run("moby dick", top=3)["documents"]} == {"Dune", "Ulysses"}
-    kept = Pipeline.loads(pipeline.dumps(), allowed_modules=["qkv.retrievers.haystack"])
-    assert kept.run({"rows": {"query": "moby dick"}})["rows"]["documents"] == documents
+    loaded = Pipeline.loads(pipeline.dumps(), allowed_modules=["qkv.retrievers.haystack"])
+    assert loaded.run({"rows": {"query": "moby dick"}})["rows"]["documents"] == documents
     sharp = HaystackRetriever(books, score=scores.Cosine(0.1), weighting=weightings.TopK(2))
-    kept = Pipeline()
-    kept.add_component("rows", sharp)
-    kept = Pipeline.loads(kept.dumps(), allowed_modules=["qkv.retrievers.haystack"])
-    assert kept.run({"rows": {"query": "moby dick"}})["rows"] == sharp.run("moby dick")
+    loaded = Pipeline()
+    loaded.add_component("rows", sharp)
+    loaded = Pipeline.loads(loaded.dumps(), allowed_modules=["qkv.retrievers.haystack"])
+    assert loaded.run({"rows": {"query": "moby dick"}})["rows"] == sharp.run("moby dick")
     with pytest.raises(qkv.QkvError, match="top must be a number of rows"):
         late.run("moby dick", top=0)
     with pytest.raises(CombinationError, match="this database is in memory"):

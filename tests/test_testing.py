@@ -101,7 +101,7 @@ class TestWhatIsWrongIsNoticed:
     def test_a_mask_that_is_not_heeded(self) -> None:
         @dataclass(frozen=True)
         class Blind(Exponential):
-            def block_weights(self, scores: Array, live: Any, k: Array, found: Any) -> Array:
+            def block_weights(self, scores: Array, live: Any, k: Array, result: Any) -> Array:
                 return get_framework(scores).xp.exp(self.rate * scores)
 
         with pytest.raises(AssertionError, match="values-Blind"):

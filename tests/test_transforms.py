@@ -13,7 +13,7 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.errors import EngineError
 from tests import cases
-from tests.transforms import OPTIONS, TORCH, arrays, cells, made
+from tests.transforms import OPTIONS, TORCH, arrays, build_arguments, cells
 from tests.transforms_layers import GAPS, LAYERS, PEER
 
 torch = pytest.importorskip("torch")
@@ -34,7 +34,7 @@ def test_torch(transform, option):
         if refused
         else nullcontext()
     ):
-        TORCH[transform](ALL[option].call, made(ALL[option], torch.tensor))
+        TORCH[transform](ALL[option].call, build_arguments(ALL[option], torch.tensor))
 
 
 @pytest.mark.parametrize("transform", GAPS)
@@ -103,66 +103,69 @@ def test_every_mask_compiles_for_new_lengths(mask):
 
 
 def test_masks_may_be_written_where_torch_compiles():
-    def given(x, seen):
+    def attend_with(x, seen):
         mask = masks.lengths([3, 5]) & masks.documents([[0, 0, 1, 1, 1]] * 2) & masks.array(seen)
         return qkv.attend(x, x, x, mask=mask | masks.causal(offset=[-1, 0]))
 
     x, seen = torch.randn(2, 5, 4), torch.eye(5) < 1
-    got = torch.compile(given, backend="eager", fullgraph=True)(x, seen)
-    torch.testing.assert_close(got, given(x, seen))
+    got = torch.compile(attend_with, backend="eager", fullgraph=True)(x, seen)
+    torch.testing.assert_close(got, attend_with(x, seen))
 
 
 def test_masks_may_meet_tensors_where_torch_compiles():
-    def given(x, seen):
+    def attend_with(x, seen):
         either = (masks.causal & seen) | (seen.T & masks.window(2))
         mask = (seen & (masks.causal | seen.T)) | (either | seen)
         return qkv.attend(x, x, x, mask=mask & seen.float().exp())
 
     x, seen = torch.randn(2, 5, 4), torch.arange(25).reshape(5, 5) % 3 > 0
-    got = torch.compile(given, backend="eager", fullgraph=True)(x, seen)
-    torch.testing.assert_close(got, given(x, seen))
+    got = torch.compile(attend_with, backend="eager", fullgraph=True)(x, seen)
+    torch.testing.assert_close(got, attend_with(x, seen))
 
 
 def test_a_gate_may_be_written_where_torch_compiles():
-    def given(x, w):
+    def attend_with(x, w):
         return qkv.attend(x, x, x, score=scores.Gated(w, -w))
 
     x, w = torch.randn(2, 5, 4), torch.randn(4)
-    got = torch.compile(given, backend="eager", fullgraph=True)(x, w)
-    torch.testing.assert_close(got, given(x, w))
+    got = torch.compile(attend_with, backend="eager", fullgraph=True)(x, w)
+    torch.testing.assert_close(got, attend_with(x, w))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "function",
     [
         lambda x, number: qkv.scaled_dot_product_attention(x, x, x, scale=number),
         lambda x, number: qkv.attend(x, x, x, weighting=weightings.Softmax(number)),
     ],
     ids=["scale", "temperature"],
 )
-def test_a_number_may_be_left_open_where_torch_compiles(given):
-    compiled, x = torch.compile(given, backend="eager", fullgraph=True, dynamic=True), arrays(5)[0]
+def test_a_number_may_be_left_open_where_torch_compiles(function):
+    compiled, x = (
+        torch.compile(function, backend="eager", fullgraph=True, dynamic=True),
+        arrays(5)[0],
+    )
     for number in (0.5, 2.5):
         torch.testing.assert_close(
-            compiled(torch.tensor(x), number), given(torch.tensor(x), number)
+            compiled(torch.tensor(x), number), function(torch.tensor(x), number)
         )
 
 
-@pytest.mark.parametrize("how", [{"weighting": "sparsemax"}, {"score": "gaussian"}])
-def test_compiled_values_that_do_not_count_may_be_anything(how):
+@pytest.mark.parametrize("options", [{"weighting": "sparsemax"}, {"score": "gaussian"}])
+def test_compiled_values_that_do_not_count_may_be_anything(options):
     rng = np.random.default_rng(4)
-    given = [torch.tensor(rng.normal(size=(2, 6, 3)), requires_grad=True) for _ in range(3)]
-    given[2].data[[0, 1, 1], [2, 4, 5], [1, 0, 2]] = torch.tensor(
+    inputs = [torch.tensor(rng.normal(size=(2, 6, 3)), requires_grad=True) for _ in range(3)]
+    inputs[2].data[[0, 1, 1], [2, 4, 5], [1, 0, 2]] = torch.tensor(
         [np.nan, np.inf, -np.inf]
     ).double()
     seen = torch.tensor(rng.random((2, 6, 6)) > 0.4)
 
     def plain(*x):
-        return qkv.attend(*x, mask=seen, **how)
+        return qkv.attend(*x, mask=seen, **options)
 
     def both(function):
-        out = function(*given)
-        return [out, *torch.autograd.grad(out.where(out.isfinite(), 0).square().sum(), given)]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out.where(out.isfinite(), 0).square().sum(), inputs)]
 
     compiled = both(torch.compile(plain, backend="aot_eager", fullgraph=True))
     torch.testing.assert_close(compiled, both(plain), equal_nan=True)

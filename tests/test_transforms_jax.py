@@ -10,7 +10,7 @@ import pytest
 import qkv
 from qkv import scores, weightings
 from qkv.engines import streaming
-from tests.transforms import OPTIONS, cells, made
+from tests.transforms import OPTIONS, build_arguments, cells
 
 jax = pytest.importorskip("jax")
 
@@ -36,19 +36,21 @@ def test_jax(transform, option):
     def function(*x):
         return option.call(*x, engine="streaming")
 
-    JAX[transform](function, made(option, jax.numpy.asarray, lead=(2,)))
+    JAX[transform](function, build_arguments(option, jax.numpy.asarray, lead=(2,)))
 
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize(("transform", "option"), cells(JAX, OPTIONS))
 def test_as_a_user_calls(transform, option):
-    JAX[transform](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
+    JAX[transform](
+        OPTIONS[option].call, build_arguments(OPTIONS[option], jax.numpy.asarray, lead=(2,))
+    )
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("option", ["causal", "entmax15", "top 3", "log-sum-exp", "weights"])
 def test_forwards_as_backwards(option):
-    JAX["jvp"](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
+    JAX["jvp"](OPTIONS[option].call, build_arguments(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
 
 
 def test_forwards_no_matrix_is_held():
@@ -65,17 +67,17 @@ def test_forwards_no_matrix_is_held():
 def test_a_compiled_function_may_hold_queries_and_keys(learned):
     xp = jax.numpy
     query, key, value = (xp.sin(xp.arange(size * 3.0)).reshape(size, 3) for size in (4, 5, 5))
-    given = value if learned == "value" else xp.asarray(0.7)
+    inputs = value if learned == "value" else xp.asarray(0.7)
 
     def call(x):
         width, rows = (1.0, x) if learned == "value" else (x, value)
         return qkv.attend(query, key, rows, score=scores.Gaussian(width))
 
-    slopes = [f(jax.grad(lambda x: (call(x) ** 2).sum()))(given) for f in (jax.jit, lambda f: f)]
-    np.testing.assert_allclose(jax.jit(call)(given), call(given), atol=1e-12)
+    slopes = [f(jax.grad(lambda x: (call(x) ** 2).sum()))(inputs) for f in (jax.jit, lambda f: f)]
+    np.testing.assert_allclose(jax.jit(call)(inputs), call(inputs), atol=1e-12)
     np.testing.assert_allclose(*slopes, atol=1e-12)
-    looped = jax.lax.scan(lambda none, x: (none, call(x)), None, given[None])[1][0]
-    np.testing.assert_allclose(looped, call(given), atol=1e-12)
+    looped = jax.lax.scan(lambda none, x: (none, call(x)), None, inputs[None])[1][0]
+    np.testing.assert_allclose(looped, call(inputs), atol=1e-12)
 
 
 @pytest.mark.sample(1)
@@ -90,9 +92,9 @@ def test_a_threshold_is_searched_in_each_shard(weighting):
 
     attend = partial(qkv.attend, weighting=weighting)
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
-    found, slope = jax.value_and_grad(partial(loss, sharded))(x[0])
+    actual, slope = jax.value_and_grad(partial(loss, sharded))(x[0])
     want, truth = jax.value_and_grad(partial(loss, attend))(x[0])
-    np.testing.assert_allclose(found, want, rtol=1e-6)
+    np.testing.assert_allclose(actual, want, rtol=1e-6)
     np.testing.assert_allclose(slope, truth, rtol=1e-5, atol=1e-6)
 
 
@@ -105,21 +107,21 @@ def test_blocks_in_each_shard(score, weighting, shared):
     """Forward and backward, compared with one process; a key that all share gets all gradients."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
     heads, rows = (jax.sharding.PartitionSpec("data", *x, "model") for x in ((), (None,)))
-    whole = jax.sharding.PartitionSpec("data")
-    specs = (rows, whole, whole) if shared else (heads,) * 3
+    full = jax.sharding.PartitionSpec("data")
+    specs = (rows, full, full) if shared else (heads,) * 3
     draw = np.random.default_rng(0).standard_normal
-    given, along = ([jax.numpy.asarray(draw((2, 2, n, 3))) for n in (4, 7, 7)] for _ in "ab")
+    inputs, along = ([jax.numpy.asarray(draw((2, 2, n, 3))) for n in (4, 7, 7)] for _ in "ab")
 
-    def both(attend, given, along):
-        slopes = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))(*given)
-        return *jax.jvp(attend, given, along), slopes
+    def both(attend, inputs, along):
+        slopes = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))(*inputs)
+        return *jax.jvp(attend, inputs, along), slopes
 
     attend = partial(qkv.attend, score=score, weighting=weighting)
     mapped = jax.vmap(partial(attend, engine="streaming"))
     shards = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=specs[0])
-    found = jax.jit(partial(both, shards))(given, along)
-    want = jax.jit(partial(both, partial(attend, engine="dense")))(given, along)
-    for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+    actual = jax.jit(partial(both, shards))(inputs, along)
+    want = jax.jit(partial(both, partial(attend, engine="dense")))(inputs, along)
+    for a, b in zip(*map(jax.tree.leaves, (actual, want)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
 
 
@@ -136,11 +138,11 @@ def test_export_of_lengths_that_are_symbols():
             {"score": "cosine"},
             {"score": learned},
         )
-        return [qkv.attend(*x, **how) for how in ways]
+        return [qkv.attend(*x, **options) for options in ways]
 
     shapes = [(batch, 4, n, 8), (batch, 2, m, 8), (batch, 2, m, 5)]
-    given = [jax.ShapeDtypeStruct(shape, "float64") for shape in shapes]
-    program = jax.export.export(jax.jit(function))(*given)
+    inputs = [jax.ShapeDtypeStruct(shape, "float64") for shape in shapes]
+    program = jax.export.export(jax.jit(function))(*inputs)
     made = [(2, 4, 5, 8), (2, 2, 2, 8), (2, 2, 2, 5)]
     arrays = [np.sin(np.arange(np.prod(x)) + k).reshape(x) for k, x in enumerate(made)]
     for got, want in zip(program.call(*arrays), function(*arrays), strict=True):

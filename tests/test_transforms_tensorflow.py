@@ -13,8 +13,8 @@ import pytest
 import qkv
 from tests.cases import MASKS, WEIGHTINGS, case, covering
 from tests.sampling import sample
-from tests.transforms import OPTIONS, cells, made
-from tests.transforms_tensorflow import TENSORFLOW, close, slopes
+from tests.transforms import OPTIONS, build_arguments, cells
+from tests.transforms_tensorflow import TENSORFLOW, assert_close, compute_gradients
 
 pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no Tens
 def test_tensorflow(transform, option):
     import tensorflow as tf
 
-    TENSORFLOW[transform](OPTIONS[option].call, made(OPTIONS[option], tf.constant))
+    TENSORFLOW[transform](OPTIONS[option].call, build_arguments(OPTIONS[option], tf.constant))
 
 
 def _some():
@@ -45,12 +45,12 @@ def test_a_graph_that_knows_only_widths(names):
     import tensorflow as tf
 
     drawn = case(*names)
-    given = {name: tf.constant(x) for name, x in drawn.arrays.items()}
+    inputs = {name: tf.constant(x) for name, x in drawn.arrays.items()}
 
     def function(*x):
-        now = dict(zip(given, x, strict=True))
-        how = drawn.build_options(now)
-        return qkv.attend(now["query"], now["key"], now["value"], **how)
+        now = dict(zip(inputs, x, strict=True))
+        options = drawn.build_options(now)
+        return qkv.attend(now["query"], now["key"], now["value"], **options)
 
     def spec(name, x):
         shape = [None] * len(x.shape)
@@ -58,20 +58,20 @@ def test_a_graph_that_knows_only_widths(names):
             shape = (None, x.shape[1], None, x.shape[3])
         return tf.TensorSpec(shape, x.dtype)
 
-    both = slopes(function)
-    graph = tf.function(both, input_signature=[spec(*item) for item in given.items()])
-    close(graph(*given.values()), both(*given.values()))
+    both = compute_gradients(function)
+    graph = tf.function(both, input_signature=[spec(*item) for item in inputs.items()])
+    assert_close(graph(*inputs.values()), both(*inputs.values()))
 
 
 @pytest.mark.parametrize("option", ["multiplicative", "additive", "gated"])
 def test_a_graph_that_knows_no_shape_of_a_learned_score(option):
     import tensorflow as tf
 
-    given = made(OPTIONS[option], tf.constant)(5)
-    specs = [tf.TensorSpec(x.shape, x.dtype) for x in given[:3]]
-    specs += [tf.TensorSpec([None] * len(x.shape), x.dtype) for x in given[3:]]
-    both = slopes(OPTIONS[option].call)
-    close(tf.function(both, input_signature=specs)(*given), both(*given))
+    inputs = build_arguments(OPTIONS[option], tf.constant)(5)
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs[:3]]
+    specs += [tf.TensorSpec([None] * len(x.shape), x.dtype) for x in inputs[3:]]
+    both = compute_gradients(OPTIONS[option].call)
+    assert_close(tf.function(both, input_signature=specs)(*inputs), both(*inputs))
 
 
 def test_a_graph_that_knows_no_shape_of_a_bandwidth():
@@ -83,13 +83,13 @@ def test_a_graph_that_knows_no_shape_of_a_bandwidth():
     def call(x, width):
         return qkv.attend(x, x, x, score=qkv.scores.Gaussian(width))
 
-    close(tf.function(call, input_signature=specs)(x, width), call(x, width))
+    assert_close(tf.function(call, input_signature=specs)(x, width), call(x, width))
 
 
 def test_gradients_of_blocks_that_are_mapped_over():
     import tensorflow as tf
 
-    given = made(OPTIONS["sigmoid"], tf.constant)(5)
+    inputs = build_arguments(OPTIONS["sigmoid"], tf.constant)(5)
 
     def call(*x):
         return OPTIONS["sigmoid"].call(*x, engine="streaming")
@@ -98,7 +98,7 @@ def test_gradients_of_blocks_that_are_mapped_over():
         stacked = [tf.stack([y] * 2) for y in x]
         return tf.vectorized_map(lambda y: call(*y), stacked)[1]
 
-    close(slopes(mapped)(*given), slopes(call)(*given))
+    assert_close(compute_gradients(mapped)(*inputs), compute_gradients(call)(*inputs))
 
 
 LOADED = """
@@ -132,8 +132,8 @@ def test_saved_models_with_parameters_inside_a_score(tmp_path):
     def drawn(*shape):
         return rng.normal(size=shape).astype(np.float32)
 
-    def attending(how):
-        return lambda a: qkv.attend(a, a, a, **how)
+    def attending(options):
+        return lambda a: qkv.attend(a, a, a, **options)
 
     kinds = {
         "additive": lambda new: {"score": scores.Additive(*map(new, (W, W + 1, W[:, 0])))},
@@ -146,26 +146,26 @@ def test_saved_models_with_parameters_inside_a_score(tmp_path):
         build = kinds[kind]
         for new in (tf.Variable, tf.constant):
             for gradients in (False, True) if new is tf.Variable else (True,):
-                how, module = build(new), tf.Module()
-                held = [y for record in how.values() for y in vars(record).values()]
+                settings, module = build(new), tf.Module()
+                held = [y for record in settings.values() for y in vars(record).values()]
                 module.parameters = [y for y in held if isinstance(y, tf.Variable)]
                 module.run = tf.function(
-                    attending(how),
+                    attending(settings),
                     input_signature=[tf.TensorSpec((1, 2, None, 4), tf.float32)],
                 )
-                given = tf.constant(x)
+                inputs = tf.constant(x)
                 with tf.GradientTape() as tape:
-                    tape.watch(given)
-                    out = module.run(given)
+                    tape.watch(inputs)
+                    out = module.run(inputs)
                     loss = tf.reduce_sum(out**2)
                 name = f"{kind} {new.__name__} {gradients}"
-                want[name] = [out, *tape.gradient(loss, [given, *module.parameters])]
+                want[name] = [out, *tape.gradient(loss, [inputs, *module.parameters])]
                 options = tf.saved_model.SaveOptions(experimental_custom_gradients=gradients)
                 tf.saved_model.save(module, str(tmp_path / name), options=options)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, "-c", LOADED, str(tmp_path), *want]
     subprocess.run(command, check=True, capture_output=True, env=environment)
     for name, results in want.items():
-        found = np.load(tmp_path / f"{name}.npz")
-        for one, other in zip(results, found.values(), strict=True):
+        actual = np.load(tmp_path / f"{name}.npz")
+        for one, other in zip(results, actual.values(), strict=True):
             np.testing.assert_allclose(tf.convert_to_tensor(one), other, rtol=1e-4, atol=1e-5)

@@ -41,8 +41,8 @@ class Option(NamedTuple):
     extra: Callable[[int], list[np.ndarray]] = lambda n: []
 
 
-def _with(family: str, **how: Any) -> Option:
-    return Option(family, lambda *x, **more: qkv.attend(*x, **how, **more))
+def _with(family: str, **options: Any) -> Option:
+    return Option(family, lambda *x, **more: qkv.attend(*x, **options, **more))
 
 
 def _score(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Option:
@@ -73,10 +73,10 @@ def _returned(**what: Any) -> Function:
     """All that comes back, side by side."""
 
     def call(*x: Any, **more: Any) -> Any:
-        out, beside = qkv.attend(*x, **what, **more)
-        beside = beside[..., None] if len(beside.shape) < len(out.shape) else beside
+        out, other = qkv.attend(*x, **what, **more)
+        other = other[..., None] if len(other.shape) < len(out.shape) else other
         fw = get_framework(out)
-        return fw.xp.concat([out, fw.astype(beside, fw.dtype_name(out))], axis=-1)
+        return fw.xp.concat([out, fw.astype(other, fw.dtype_name(out))], axis=-1)
 
     return call
 
@@ -126,7 +126,7 @@ def arrays(n: int, lead: tuple[int, ...] = (2, 4), width: int = 3) -> list[np.nd
     return [rng.normal(size=(*lead, rows, width)) for rows in (n, n + 2, n + 2)]
 
 
-def made(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Make:
+def build_arguments(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Make:
     """The arguments of an option's call, each turned into an array of a framework."""
     return lambda n: [array(x) for x in (*arrays(n, lead), *option.extra(n))]
 
@@ -152,45 +152,45 @@ def _close(got: Any, want: Any, atol: float = 1e-9) -> None:
     torch.testing.assert_close(got, want, atol=atol, rtol=1e-7)
 
 
-def _floats(given: list[Any]) -> list[Any]:
-    return [x for x in given if x.is_floating_point()]
+def _floats(inputs: list[Any]) -> list[Any]:
+    return [x for x in inputs if x.is_floating_point()]
 
 
 def _loss(function: Function, make: Make) -> tuple[Function, list[Any]]:
     """Σ output · along as a function of the arrays that have a derivative, and these."""
     import torch
 
-    given = make(N)
-    floats = _floats(given)
-    rest = given[len(floats) :]
+    inputs = make(N)
+    floats = _floats(inputs)
+    remaining = inputs[len(floats) :]
     generator = torch.Generator().manual_seed(1)
-    out = function(*given)
+    out = function(*inputs)
     along = torch.randn(out.shape, generator=generator, dtype=out.dtype)
 
     def loss(*moved: Any) -> Any:
-        return (function(*moved, *rest) * along).sum()
+        return (function(*moved, *remaining) * along).sum()
 
     return loss, floats
 
 
-def _slopes(function: Function, given: list[Any]) -> list[Any]:
+def _slopes(function: Function, inputs: list[Any]) -> list[Any]:
     """The gradients of a number as autograd gives them, zeros where there is none."""
     import torch
 
-    leaves = [x.detach().requires_grad_() for x in given]
+    leaves = [x.detach().requires_grad_() for x in inputs]
     value = function(*leaves)
     if not value.requires_grad:
         return [torch.zeros_like(x) for x in leaves]
-    found = torch.autograd.grad(value, leaves, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    result = torch.autograd.grad(value, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, result, strict=True)]
 
 
-def _compile(**how: Any) -> Check:
+def _compile(**options: Any) -> Check:
     def check(function: Function, make: Make) -> None:
         import torch
 
         torch._dynamo.reset()
-        compiled = torch.compile(function, backend="eager", fullgraph=True, **how)
+        compiled = torch.compile(function, backend="eager", fullgraph=True, **options)
         _close(compiled(*make(N)), function(*make(N)))
 
     return check
@@ -200,9 +200,9 @@ def _compile_gradients(function: Function, make: Make) -> None:
     import torch
 
     torch._dynamo.reset()
-    loss, given = _loss(function, make)
+    loss, inputs = _loss(function, make)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    _close(_slopes(compiled, given), _slopes(loss, given))
+    _close(_slopes(compiled, inputs), _slopes(loss, inputs))
 
 
 def _compile_lengths(function: Function, make: Make) -> None:
@@ -227,12 +227,12 @@ def _export(strict: bool) -> Check:
         import torch
 
         class Module(torch.nn.Module):
-            def forward(self, *given: Any) -> Any:
-                return function(*given)
+            def forward(self, *args: Any) -> Any:
+                return function(*args)
 
         program = torch.export.export(Module(), tuple(make(N)), strict=strict)
-        given = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
-        _close(program.module()(*given), function(*given))
+        inputs = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
+        _close(program.module()(*inputs), function(*inputs))
 
     return check
 
@@ -240,10 +240,10 @@ def _export(strict: bool) -> Check:
 def _make_fx(function: Function, make: Make) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    given = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
+    inputs = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
     for mode in ("real", "fake", "symbolic"):
         graph = make_fx(lambda *x: function(*x), tracing_mode=mode)(*make(N))
-        _close(graph(*given), function(*given))
+        _close(graph(*inputs), function(*inputs))
 
 
 def _vmap(function: Function, make: Make) -> None:
@@ -261,37 +261,37 @@ def _per_sample(function: Function, make: Make) -> None:
     loss, (first, *others) = _loss(function, make)
     samples = torch.stack([first, first * 0.5, -first])
     slopes = torch.func.grad(loss, argnums=tuple(range(1, 1 + len(others))))
-    found = torch.func.vmap(slopes, in_dims=(0, *[None] * len(others)))(samples, *others)
+    actual = torch.func.vmap(slopes, in_dims=(0, *[None] * len(others)))(samples, *others)
     want = [_slopes(loss, [sample, *others])[1:] for sample in samples]
-    for got, wanted in zip(found, zip(*want, strict=True), strict=True):
-        _close(got, torch.stack(wanted))
+    for got, expected in zip(actual, zip(*want, strict=True), strict=True):
+        _close(got, torch.stack(expected))
 
 
 def _grad_of_vmap(function: Function, make: Make) -> None:
     import torch
 
-    loss, given = _loss(function, make)
-    many = [torch.stack([x, x * 0.5]) for x in given]
-    found = torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum())(*many)
-    _close(found, torch.stack([_slopes(loss, [x[i] for x in many])[0] for i in (0, 1)]))
+    loss, inputs = _loss(function, make)
+    many = [torch.stack([x, x * 0.5]) for x in inputs]
+    result = torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum())(*many)
+    _close(result, torch.stack([_slopes(loss, [x[i] for x in many])[0] for i in (0, 1)]))
 
 
 def _grad(function: Function, make: Make) -> None:
     import torch
 
-    loss, given = _loss(function, make)
-    found = torch.func.grad(loss, argnums=tuple(range(len(given))))(*given)
-    _close(list(found), _slopes(loss, given))
+    loss, inputs = _loss(function, make)
+    result = torch.func.grad(loss, argnums=tuple(range(len(inputs))))(*inputs)
+    _close(list(result), _slopes(loss, inputs))
 
 
 def _jacobian(transform: str) -> Check:
     def check(function: Function, make: Make) -> None:
         import torch
 
-        given = make(N)
-        found = getattr(torch.func, transform)(function)(*given)
-        want = torch.autograd.functional.jacobian(lambda x: function(x, *given[1:]), given[0])
-        _close(found, want)
+        inputs = make(N)
+        actual = getattr(torch.func, transform)(function)(*inputs)
+        want = torch.autograd.functional.jacobian(lambda x: function(x, *inputs[1:]), inputs[0])
+        _close(actual, want)
 
     return check
 
@@ -300,31 +300,31 @@ def _hessian(function: Function, make: Make) -> None:
     import torch
 
     loss, (first, *others) = _loss(function, make)
-    found = torch.func.hessian(loss)(first, *others)
-    _close(found, torch.autograd.functional.hessian(lambda x: loss(x, *others), first))
+    result = torch.func.hessian(loss)(first, *others)
+    _close(result, torch.autograd.functional.hessian(lambda x: loss(x, *others), first))
 
 
 def _jvp(function: Function, make: Make) -> None:
     import torch
 
-    loss, given = _loss(function, make)
-    tangents = [x.nan_to_num().cos() for x in given]  # a mask may hold −∞
-    value, along = torch.func.jvp(loss, tuple(given), tuple(tangents))
-    _close(value, loss(*given))
-    pairs = zip(_slopes(loss, given), tangents, strict=True)
+    loss, inputs = _loss(function, make)
+    tangents = [x.nan_to_num().cos() for x in inputs]  # a mask may hold −∞
+    value, along = torch.func.jvp(loss, tuple(inputs), tuple(tangents))
+    _close(value, loss(*inputs))
+    pairs = zip(_slopes(loss, inputs), tangents, strict=True)
     _close(along, sum((slope * tangent).sum() for slope, tangent in pairs))
 
 
 def _forward_ad(function: Function, make: Make) -> None:
     from torch.autograd import forward_ad
 
-    loss, given = _loss(function, make)
-    tangents = [x.nan_to_num().cos() for x in given]  # a mask may hold −∞
+    loss, inputs = _loss(function, make)
+    tangents = [x.nan_to_num().cos() for x in inputs]  # a mask may hold −∞
     with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(*pair) for pair in zip(given, tangents, strict=True)]
+        duals = [forward_ad.make_dual(*pair) for pair in zip(inputs, tangents, strict=True)]
         value, along = forward_ad.unpack_dual(loss(*duals))
-    _close(value, loss(*given))
-    pairs = zip(_slopes(loss, given), tangents, strict=True)
+    _close(value, loss(*inputs))
+    pairs = zip(_slopes(loss, inputs), tangents, strict=True)
     _close(along, sum((slope * tangent).sum() for slope, tangent in pairs))
 
 
@@ -332,10 +332,10 @@ def _checkpoint(function: Function, make: Make) -> None:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    loss, given = _loss(function, make)
-    want = _slopes(loss, given)
+    loss, inputs = _loss(function, make)
+    want = _slopes(loss, inputs)
     for reentrant in (True, False):
-        leaves = [x.detach().requires_grad_() for x in given]
+        leaves = [x.detach().requires_grad_() for x in inputs]
         checkpoint(loss, *leaves, use_reentrant=reentrant).backward()
         _close([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves], want)
 
@@ -344,14 +344,14 @@ def _checkpoint_twice(function: Function, make: Make) -> None:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    loss, given = _loss(function, make)
+    loss, inputs = _loss(function, make)
 
     def steep(through: Function) -> list[Any]:
         def size(*x: Any) -> Any:
-            found = torch.autograd.grad(through(*x), x, create_graph=True, allow_unused=True)
-            return sum(g.square().sum() for g in found if g is not None)
+            result = torch.autograd.grad(through(*x), x, create_graph=True, allow_unused=True)
+            return sum(g.square().sum() for g in result if g is not None)
 
-        return _slopes(size, given)
+        return _slopes(size, inputs)
 
     _close(steep(lambda *x: checkpoint(loss, *x, use_reentrant=False)), steep(loss))
 
@@ -361,11 +361,11 @@ def _autocast(function: Function, make: Make) -> None:
     import torch
 
     wide = [x.float() if x.is_floating_point() else x for x in make(N)]
-    given = [x.bfloat16() if x.is_floating_point() else x for x in wide]
+    inputs = [x.bfloat16() if x.is_floating_point() else x for x in wide]
     with torch.autocast("cpu", torch.bfloat16):
-        out = function(*given)
+        out = function(*inputs)
     assert out.dtype == torch.bfloat16
-    _close(out, function(*given), atol=1e-6)
+    _close(out, function(*inputs), atol=1e-6)
 
 
 def _threads(function: Function, make: Make) -> None:
@@ -375,8 +375,8 @@ def _threads(function: Function, make: Make) -> None:
     def both(n: int) -> Any:
         leaves = [x.requires_grad_() if x.is_floating_point() else x for x in make(n)]
         out = getattr(function, "apart", lambda: function)()(*leaves)
-        found = torch.autograd.grad(out.square().sum(), _floats(leaves), allow_unused=True)
-        return [out.detach(), *(x for x in found if x is not None)]
+        result = torch.autograd.grad(out.square().sum(), _floats(leaves), allow_unused=True)
+        return [out.detach(), *(x for x in result if x is not None)]
 
     lengths = [N + i % 3 for i in range(12)]
     with ThreadPoolExecutor(4) as pool:

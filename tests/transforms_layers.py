@@ -41,11 +41,11 @@ def _layer(make: Callable[[], Any], call: Function) -> Option:
     return Option("layers", function, parameters)
 
 
-def _heads(**how: Any) -> Option:
+def _heads(**options: Any) -> Option:
     def make() -> Any:
         from qkv import nn
 
-        return nn.MultiHeadAttention(3, 3, batch_first=True, **how)
+        return nn.MultiHeadAttention(3, 3, batch_first=True, **options)
 
     return _layer(make, lambda layer, *x: layer(*x)[0])
 

@@ -10,22 +10,22 @@ import numpy as np
 from tests.transforms import Check, Function, Make, N
 
 
-def close(got: Any, want: Any, atol: float = 1e-9) -> None:
+def assert_close(got: Any, want: Any, atol: float = 1e-9) -> None:
     import tensorflow as tf
 
     for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
         np.testing.assert_allclose(a, b, atol=atol, rtol=1e-7)
 
 
-def slopes(function: Function) -> Function:
+def compute_gradients(function: Function) -> Function:
     """The output, and the gradients of the sum of its squares."""
     import tensorflow as tf
 
-    def both(*given: Any) -> Any:
-        floats = [x for x in given if x.dtype.is_floating]
+    def both(*args: Any) -> Any:
+        floats = [x for x in args if x.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(floats)
-            out = function(*given)
+            out = function(*args)
             loss = tf.reduce_sum(out * out)
         return out, tape.gradient(loss, floats, unconnected_gradients="zero")
 
@@ -36,21 +36,21 @@ def _twice(function: Function) -> Function:
     """The gradient of the size of a gradient."""
     import tensorflow as tf
 
-    def steep(*given: Any) -> Any:
+    def steep(*args: Any) -> Any:
         with tf.GradientTape() as tape:
-            tape.watch(given[0])
-            size = tf.reduce_sum(slopes(function)(*given)[1][0] ** 2)
-        return tape.gradient(size, given[0], unconnected_gradients="zero")
+            tape.watch(args[0])
+            size = tf.reduce_sum(compute_gradients(function)(*args)[1][0] ** 2)
+        return tape.gradient(size, args[0], unconnected_gradients="zero")
 
     return steep
 
 
-def _function(**how: Any) -> Check:
+def _function(**options: Any) -> Check:
     def check(function: Function, make: Make) -> None:
         import tensorflow as tf
 
-        both = slopes(function)
-        close(tf.function(both, **how)(*make(N)), both(*make(N)))
+        both = compute_gradients(function)
+        assert_close(tf.function(both, **options)(*make(N)), both(*make(N)))
 
     return check
 
@@ -66,11 +66,11 @@ def _unknown(*lengths: int) -> Check:
             shape = [size.pop() if len(size) == 1 else None for size in sizes]
             return tf.TensorSpec([None, *shape[1:]] if place < 3 else shape, seen[0].dtype)
 
-        both, given = slopes(function), [make(n) for n in lengths]
-        specs = [spec(i, *x) for i, x in enumerate(zip(*given, strict=True))]
+        both, inputs = compute_gradients(function), [make(n) for n in lengths]
+        specs = [spec(i, *x) for i, x in enumerate(zip(*inputs, strict=True))]
         graph = tf.function(both, input_signature=specs)
-        for x in given:
-            close(graph(*x), both(*x))
+        for x in inputs:
+            assert_close(graph(*x), both(*x))
 
     return check
 
@@ -88,13 +88,13 @@ def _autograph(function: Function, make: Make) -> None:
         return total
 
     query, *others = make(N)
-    close(looped(query, *others), sum(function(query * i, *others) for i in (1.0, 0.0, 1.0)))
+    assert_close(looped(query, *others), sum(function(query * i, *others) for i in (1.0, 0.0, 1.0)))
 
 
 def _second(function: Function, make: Make) -> None:
     import tensorflow as tf
 
-    close(tf.function(_twice(function))(*make(N)), _twice(function)(*make(N)))
+    assert_close(tf.function(_twice(function))(*make(N)), _twice(function)(*make(N)))
 
 
 def _mapped(function: Function, make: Make) -> None:
@@ -102,8 +102,8 @@ def _mapped(function: Function, make: Make) -> None:
 
     many = [[x * (1 + i / 4) if x.dtype.is_floating else x for x in make(N)] for i in range(3)]
     stacked = [tf.stack(x) for x in zip(*many, strict=True)]
-    found = tf.vectorized_map(lambda given: function(*given), stacked)
-    close(found, tf.stack([function(*x) for x in many]))
+    result = tf.vectorized_map(lambda inputs: function(*inputs), stacked)
+    assert_close(result, tf.stack([function(*x) for x in many]))
 
 
 def _saved(function: Function, make: Make) -> None:
@@ -115,7 +115,7 @@ def _saved(function: Function, make: Make) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         tf.saved_model.save(module, folder)
-        close(tf.saved_model.load(folder).run(*make(N)), function(*make(N)))
+        assert_close(tf.saved_model.load(folder).run(*make(N)), function(*make(N)))
 
 
 TENSORFLOW: dict[str, Check] = {

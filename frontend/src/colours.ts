@@ -7,9 +7,9 @@ const SIGNED_LIGHT = ["#7f3b08", "#be630a", "#ef9e3c", "#fed7a2", "#fbfbfb", "#c
 const SIGNED_DARK = ["#ffd9a8", "#f0a14a", "#b8690f", "#5f3708", "#14181d", "#134066", "#2b76b0", "#7cb6e1", "#eef7ff"];
 
 /** 256 colours as bytes r, g, b, a. */
-export type Table = Uint8ClampedArray;
+export type ColourTable = Uint8ClampedArray;
 
-function table(stops: string[]): Table {
+function interpolateColours(stops: string[]): ColourTable {
   const rgb = stops.map((s) => [1, 3, 5].map((i) => Number.parseInt(s.slice(i, i + 2), 16)));
   const out = new Uint8ClampedArray(256 * 4);
   for (let i = 0; i < 256; i += 1) {
@@ -23,33 +23,33 @@ function table(stops: string[]): Table {
   return out;
 }
 
-const kept = new Map<string, Table>();
-function once(name: string, stops: string[]): Table {
-  let found = kept.get(name);
-  if (!found) kept.set(name, (found = table(stops)));
-  return found;
+const tableCache = new Map<string, ColourTable>();
+function getTable(name: string, stops: string[]): ColourTable {
+  let cached = tableCache.get(name);
+  if (!cached) tableCache.set(name, (cached = interpolateColours(stops)));
+  return cached;
 }
 
 /** Colours of weights: 0 has the colour of the page. */
-export function sequential(dark: boolean): Table {
-  return dark ? once("dark", DARK) : once("light", LIGHT);
+export function getSequentialColours(dark: boolean): ColourTable {
+  return dark ? getTable("dark", DARK) : getTable("light", LIGHT);
 }
 
 /** Colours of scores: orange below 0, blue above 0, and the colour of the page at 0. */
-export function diverging(dark: boolean): Table {
-  return dark ? once("signed dark", SIGNED_DARK) : once("signed light", SIGNED_LIGHT);
+export function getDivergingColours(dark: boolean): ColourTable {
+  return dark ? getTable("signed dark", SIGNED_DARK) : getTable("signed light", SIGNED_LIGHT);
 }
 
 /** One colour of a table for x from 0 to 1, as CSS. */
-export function css(of: Table, x: number): string {
+export function formatColour(table: ColourTable, x: number): string {
   const i = 4 * Math.round(255 * Math.min(Math.max(x, 0), 1));
-  return `rgb(${of[i]} ${of[i + 1]} ${of[i + 2]})`;
+  return `rgb(${table[i]} ${table[i + 1]} ${table[i + 2]})`;
 }
 
 /** Black or white, whichever is legible on this colour. */
-export function ink(of: Table, x: number): string {
+export function chooseTextColour(table: ColourTable, x: number): string {
   const i = 4 * Math.round(255 * Math.min(Math.max(x, 0), 1));
-  return 0.299 * of[i] + 0.587 * of[i + 1] + 0.114 * of[i + 2] > 140 ? "#000" : "#fff";
+  return 0.299 * table[i] + 0.587 * table[i + 1] + 0.114 * table[i + 2] > 140 ? "#000" : "#fff";
 }
 
 /** Colours that colour-blind readers can distinguish (Okabe and Ito), for lines and heads. */

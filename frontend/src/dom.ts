@@ -14,7 +14,7 @@ export interface Props {
 /** Names set as properties: an attribute would set only the default. */
 const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "hidden", "open"]);
 
-function fill<E extends Element>(element: E, props: Props, children: Child[]): E {
+function fillElement<E extends Element>(element: E, props: Props, children: Child[]): E {
   for (const [name, value] of Object.entries(props)) {
     if (value === undefined || value === null) continue;
     if (name === "on") {
@@ -23,15 +23,15 @@ function fill<E extends Element>(element: E, props: Props, children: Child[]): E
       }
     } else if (name === "style") {
       // Set by the object model, because the content security policy forbids the attribute.
-      const own = (element as unknown as HTMLElement).style;
-      for (const [key, v] of Object.entries(value as Record<string, string>)) own.setProperty(key, v);
+      const elementStyle = (element as unknown as HTMLElement).style;
+      for (const [key, v] of Object.entries(value as Record<string, string>)) elementStyle.setProperty(key, v);
     } else if (name === "test") element.setAttribute("data-testid", String(value));
     else if (PROPERTIES.has(name)) (element as any)[name] = value;
     else if (name.startsWith("on")) throw new Error(`${name}: a handler goes into on: { … }`);
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false) element.setAttribute(name, String(value));
   }
-  add(element, ...children);
+  appendChildren(element, ...children);
   // A select accepts its value only after its options were added.
   if ("value" in props && element instanceof HTMLSelectElement) element.value = String(props.value);
   return element;
@@ -43,7 +43,7 @@ export function h<K extends keyof HTMLElementTagNameMap>(
   props: Props = {},
   ...children: Child[]
 ): HTMLElementTagNameMap[K] {
-  return fill(document.createElement(tag), props, children);
+  return fillElement(document.createElement(tag), props, children);
 }
 
 /** `s("line", { x1: 0 })`: an element of SVG. */
@@ -52,10 +52,10 @@ export function s<K extends keyof SVGElementTagNameMap>(
   props: Props = {},
   ...children: Child[]
 ): SVGElementTagNameMap[K] {
-  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
+  return fillElement(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
 }
 
-export function add(element: Element, ...children: Child[]): void {
+export function appendChildren(element: Element, ...children: Child[]): void {
   for (const child of children) {
     if (child === null || child === undefined || child === false) continue;
     element.append(child instanceof Node ? child : String(child));
@@ -63,33 +63,33 @@ export function add(element: Element, ...children: Child[]): void {
 }
 
 /** Replaces all children. */
-export function put(element: Element, ...children: Child[]): void {
+export function replaceChildren(element: Element, ...children: Child[]): void {
   element.replaceChildren();
-  add(element, ...children);
+  appendChildren(element, ...children);
 }
 
-let count = 0;
+let idCount = 0;
 /** A unique id for `for`, `aria-labelledby` and similar attributes. */
-export function unique(of: string): string {
-  count += 1;
-  return `qkv-${of}-${count}`;
+export function createId(prefix: string): string {
+  idCount += 1;
+  return `qkv-${prefix}-${idCount}`;
 }
 
 /** Calls `paint` at most once per frame; `stop` cancels it. */
-export function onceAFrame(paint: () => void): { (): void; stop(): void } {
-  let waiting = 0;
-  const ask = () => {
-    waiting ||= requestAnimationFrame(() => {
-      waiting = 0;
+export function throttleToFrame(paint: () => void): { (): void; stop(): void } {
+  let requestId = 0;
+  const requestPaint = () => {
+    requestId ||= requestAnimationFrame(() => {
+      requestId = 0;
       paint();
     });
   };
-  return Object.assign(ask, { stop: () => cancelAnimationFrame(waiting) });
+  return Object.assign(requestPaint, { stop: () => cancelAnimationFrame(requestId) });
 }
 
 /** A control below its label. */
-export function labelled(label: string, control: HTMLElement, hint?: string): HTMLElement {
-  control.id ||= unique("control");
+export function createField(label: string, control: HTMLElement, hint?: string): HTMLElement {
+  control.id ||= createId("control");
   return h(
     "div",
     { class: "field" },
@@ -100,30 +100,30 @@ export function labelled(label: string, control: HTMLElement, hint?: string): HT
 }
 
 /** A list to choose from: `[value, text]` or the value alone. */
-export function select(
+export function createSelect(
   options: (string | [string, string])[],
   value: string,
-  change: (value: string) => void,
+  onChange: (value: string) => void,
   props: Props = {},
 ): HTMLSelectElement {
   const items = options.map((o) => (typeof o === "string" ? [o, o] : o));
   return h(
     "select",
-    { ...props, value, on: { change: (e) => change(e.target.value) } },
+    { ...props, value, on: { change: (e) => onChange(e.target.value) } },
     ...items.map(([v, text]) => h("option", { value: v }, text)),
   );
 }
 
 /** Longest text that is shown in full, in letters. */
-const SHOWN = 100;
+const MAX_UNCLIPPED_LETTERS = 100;
 
 /** A text that shows only its first lines if it is long; with the focus it shows all. */
-export function clipped(text: string): Child {
-  return text.length > SHOWN ? h("div", { class: "clip", tabindex: 0 }, text) : text;
+export function clipText(text: string): Child {
+  return text.length > MAX_UNCLIPPED_LETTERS ? h("div", { class: "clip", tabindex: 0 }, text) : text;
 }
 
 /** A number with `digits` decimals, never −0. */
-export function fixed(x: number, digits = 3): string {
+export function formatFixed(x: number, digits = 3): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "none" : x > 0 ? "∞" : "−∞";
   const text = x.toFixed(digits);
   return (Number(text) === 0 ? text.replace("-", "") : text).replace("-", "−");

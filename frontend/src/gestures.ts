@@ -24,17 +24,17 @@ const DRAG_THRESHOLD_PIXELS = 4;
 export function addGestures(canvas: HTMLCanvasElement, handlers: GestureHandlers) {
   const pointers = new Map<number, Point>();
   let dragged = false;
-  const position = (event: MouseEvent): Point => {
+  const getPosition = (event: MouseEvent): Point => {
     const { left, top } = canvas.getBoundingClientRect();
     return { x: event.clientX - left, y: event.clientY - top };
   };
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
-    pointers.set(event.pointerId, position(event));
+    pointers.set(event.pointerId, getPosition(event));
     dragged = false;
   });
   canvas.addEventListener("pointermove", (event) => {
-    const now = position(event);
+    const now = getPosition(event);
     const before = pointers.get(event.pointerId);
     if (!before) return handlers.hover(now.x, now.y);
     const other = [...pointers].find(([id]) => id !== event.pointerId)?.[1];
@@ -43,26 +43,26 @@ export function addGestures(canvas: HTMLCanvasElement, handlers: GestureHandlers
     dragged = true;
     pointers.set(event.pointerId, now);
     if (other) {
-      const distance = (p: Point) => Math.hypot(p.x - other.x, p.y - other.y);
-      handlers.scale(distance(now) / (distance(before) || 1), (now.x + other.x) / 2, (now.y + other.y) / 2);
+      const getDistance = (p: Point) => Math.hypot(p.x - other.x, p.y - other.y);
+      handlers.scale(getDistance(now) / (getDistance(before) || 1), (now.x + other.x) / 2, (now.y + other.y) / 2);
     } else handlers.drag(now.x - before.x, now.y - before.y);
   });
   for (const name of ["pointerup", "pointercancel"] as const) {
     canvas.addEventListener(name, (event) => {
       pointers.delete(event.pointerId);
-      if (name === "pointerup" && !dragged) handlers.hover(position(event).x, position(event).y);
+      if (name === "pointerup" && !dragged) handlers.hover(getPosition(event).x, getPosition(event).y);
     });
   }
   canvas.addEventListener("pointerleave", () => {
     if (!pointers.size && !canvas.matches(":focus")) handlers.leave();
   });
   canvas.addEventListener("blur", () => handlers.leave());
-  canvas.addEventListener("dblclick", (event) => handlers.scale(2, position(event).x, position(event).y));
+  canvas.addEventListener("dblclick", (event) => handlers.scale(2, getPosition(event).x, getPosition(event).y));
   // A wheel without Ctrl scrolls the page. Browsers report a pinch on a touchpad as Ctrl + wheel.
   canvas.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
-    handlers.scale(Math.exp(-event.deltaY / 200), position(event).x, position(event).y);
+    handlers.scale(Math.exp(-event.deltaY / 200), getPosition(event).x, getPosition(event).y);
   });
   canvas.addEventListener("keydown", (event) => {
     if (!event.altKey && !event.ctrlKey && !event.metaKey && handlers.press(event.key, event.shiftKey))

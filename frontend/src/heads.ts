@@ -1,32 +1,32 @@
 /** A grid of small pictures of heads; a click or the arrow keys choose one. */
 
-import { css, sequential } from "./colours";
-import { fixed, h } from "./dom";
+import { formatColour, getSequentialColours } from "./colours";
+import { formatFixed, h } from "./dom";
 import { clamp } from "./numbers";
-import { type Matrix, thumbnail } from "./picture";
-import type { Given } from "./view";
+import { type Matrix, drawThumbnail } from "./picture";
+import type { ViewContext } from "./view";
 
-export interface Grid {
+export interface HeadGridOptions {
   /** The labels of rows and columns. */
   rows: string[];
   cols: string[];
-  matrix(row: number, col: number): Matrix;
+  getMatrix(row: number, col: number): Matrix;
   /** The mean entropy of the rows in nats; NaN if it is unknown. */
-  entropy(row: number, col: number): number;
+  getEntropy(row: number, col: number): number;
   /** ln of the number of keys. */
-  most: number;
-  label(row: number, col: number): string;
-  choose(row: number, col: number): void;
+  maxEntropy: number;
+  getLabel(row: number, col: number): string;
+  onChoose(row: number, col: number): void;
   /** The head that is chosen first. */
-  start?: [number, number];
+  initialHead?: [number, number];
   /** CSS pixels of a picture. */
   side?: number;
-  given: Given;
+  context: ViewContext;
   /** The element of the view, which gets the event `theme`. */
-  at: EventTarget;
+  viewElement: EventTarget;
 }
 
-const SIDE = 56;
+const DEFAULT_SIDE_PIXELS = 56;
 
 export const STYLE = `
 .heads { display: grid; gap: 0.35rem 0.15rem; padding: 2px; width: fit-content; max-width: 100%; align-items: end; }
@@ -41,34 +41,34 @@ export const STYLE = `
 `;
 
 /** Creates the grid; `destroy` removes its listeners. */
-export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
-  const side = of.side ?? SIDE;
-  let chosen: number[] = of.start ?? [0, 0];
-  const small = new Map<Element, [number, number]>();
-  const drawn = new Set<Element>();
-  const draw = (canvas: Element) => {
-    const [row, col] = small.get(canvas) as [number, number];
-    thumbnail(canvas as HTMLCanvasElement, of.matrix(row, col), side, of.given.dark());
+export function createHeadGrid(options: HeadGridOptions): { element: HTMLElement; destroy(): void } {
+  const side = options.side ?? DEFAULT_SIDE_PIXELS;
+  let selectedHead: number[] = options.initialHead ?? [0, 0];
+  const headByCanvas = new Map<Element, [number, number]>();
+  const drawnCanvases = new Set<Element>();
+  const drawHead = (canvas: Element) => {
+    const [row, col] = headByCanvas.get(canvas) as [number, number];
+    drawThumbnail(canvas as HTMLCanvasElement, options.getMatrix(row, col), side, options.context.isDark());
   };
   // Pictures are drawn when they become visible: a large model has a thousand heads.
-  const watcher = new IntersectionObserver((entries) => {
+  const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
-      if (!isIntersecting || drawn.has(target)) continue;
-      drawn.add(target);
-      draw(target);
+      if (!isIntersecting || drawnCanvases.has(target)) continue;
+      drawnCanvases.add(target);
+      drawHead(target);
     }
   });
 
   const swatches: [HTMLElement, number][] = [];
-  const buttons = of.rows.map((_, row) =>
-    of.cols.map((_, col) => {
-      const nats = of.entropy(row, col);
+  const buttons = options.rows.map((_, row) =>
+    options.cols.map((_, col) => {
+      const nats = options.getEntropy(row, col);
       const canvas = h("canvas", { "aria-hidden": "true" });
-      small.set(canvas, [row, col]);
-      watcher.observe(canvas);
+      headByCanvas.set(canvas, [row, col]);
+      observer.observe(canvas);
       const swatch = h("i");
       swatches.push([swatch, nats]);
-      const shownEntropy = Number.isNaN(nats) ? "" : fixed(nats, 2);
+      const shownEntropy = Number.isNaN(nats) ? "" : formatFixed(nats, 2);
       return h(
         "button",
         {
@@ -76,31 +76,31 @@ export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
           test: `head-${row}-${col}`,
           tabindex: "-1",
           "aria-pressed": "false",
-          "aria-label": `${of.label(row, col)}${shownEntropy && `, entropy ${shownEntropy}`}`,
-          on: { click: () => choose(row, col) },
+          "aria-label": `${options.getLabel(row, col)}${shownEntropy && `, entropy ${shownEntropy}`}`,
+          on: { click: () => selectHead(row, col) },
         },
         canvas,
         shownEntropy && h("span", { class: "entropy" }, swatch, h("span", { test: `entropy-${row}-${col}` }, shownEntropy)),
       );
     }),
   );
-  const mark = (on: boolean) => {
-    const button = buttons[chosen[0]][chosen[1]];
-    button.setAttribute("aria-pressed", String(on));
-    button.tabIndex = on ? 0 : -1;
+  const setPressed = (isPressed: boolean) => {
+    const button = buttons[selectedHead[0]][selectedHead[1]];
+    button.setAttribute("aria-pressed", String(isPressed));
+    button.tabIndex = isPressed ? 0 : -1;
   };
-  const choose = (row: number, col: number) => {
-    mark(false);
-    chosen = [row, col];
-    mark(true);
-    of.choose(row, col);
+  const selectHead = (row: number, col: number) => {
+    setPressed(false);
+    selectedHead = [row, col];
+    setPressed(true);
+    options.onChoose(row, col);
   };
-  const step = (event: KeyboardEvent) => {
-    const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-    if (!by) return;
+  const handleKey = (event: KeyboardEvent) => {
+    const offset = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!offset) return;
     event.preventDefault();
-    choose(clamp(chosen[0] + by[0], 0, of.rows.length - 1), clamp(chosen[1] + by[1], 0, of.cols.length - 1));
-    buttons[chosen[0]][chosen[1]].focus();
+    selectHead(clamp(selectedHead[0] + offset[0], 0, options.rows.length - 1), clamp(selectedHead[1] + offset[1], 0, options.cols.length - 1));
+    buttons[selectedHead[0]][selectedHead[1]].focus();
   };
   const element = h(
     "div",
@@ -109,32 +109,32 @@ export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
       role: "group",
       "aria-label": "Heads: arrow keys move between them",
       style: {
-        "grid-template-columns": `max-content repeat(${of.cols.length}, minmax(2.6rem, max-content))`,
+        "grid-template-columns": `max-content repeat(${options.cols.length}, minmax(2.6rem, max-content))`,
         "--side": `${side}px`,
       },
-      on: { keydown: step },
+      on: { keydown: handleKey },
     },
     h("span"),
-    ...of.cols.map((name) => h("span", { class: "heads-col" }, name)),
-    ...of.rows.flatMap((name, row) => [h("span", { class: "heads-row" }, name), ...buttons[row]]),
+    ...options.cols.map((name) => h("span", { class: "heads-col" }, name)),
+    ...options.rows.flatMap((name, row) => [h("span", { class: "heads-row" }, name), ...buttons[row]]),
   );
 
-  const coloured = () => {
-    const table = sequential(of.given.dark());
-    for (const [swatch, nats] of swatches) swatch.style.setProperty("background", css(table, nats / of.most));
+  const colourSwatches = () => {
+    const table = getSequentialColours(options.context.isDark());
+    for (const [swatch, nats] of swatches) swatch.style.setProperty("background", formatColour(table, nats / options.maxEntropy));
   };
-  const themed = () => {
-    coloured();
-    drawn.forEach(draw);
+  const handleThemeChange = () => {
+    colourSwatches();
+    drawnCanvases.forEach(drawHead);
   };
-  of.at.addEventListener("theme", themed);
-  coloured();
-  mark(true);
+  options.viewElement.addEventListener("theme", handleThemeChange);
+  colourSwatches();
+  setPressed(true);
   return {
     element,
     destroy() {
-      watcher.disconnect();
-      of.at.removeEventListener("theme", themed);
+      observer.disconnect();
+      options.viewElement.removeEventListener("theme", handleThemeChange);
     },
   };
 }

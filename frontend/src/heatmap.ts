@@ -1,13 +1,13 @@
 /** A heatmap of a matrix, with panning, zooming and reading of cells by pointer and keyboard. */
 
-import { ink as inkOn } from "./colours";
-import { h, onceAFrame } from "./dom";
+import { chooseTextColour } from "./colours";
+import { h, throttleToFrame } from "./dom";
 import { addGestures } from "./gestures";
-import { clamp, numeral, roundUp } from "./numbers";
-import { blur, Picture, value, type Matrix } from "./picture";
-import type { Given } from "./view";
+import { clamp, formatSignificant, roundUp } from "./numbers";
+import { getRoundingError, Picture, readValue, type Matrix } from "./picture";
+import type { ViewContext } from "./view";
 
-export interface Options {
+export interface HeatmapOptions {
   /** The label for screen readers. */
   label: string;
   matrix: Matrix;
@@ -16,9 +16,9 @@ export interface Options {
   colNames?: string[];
   rowTitle?: string;
   colTitle?: string;
-  given: Pick<Given, "announce" | "dark">;
+  context: Pick<ViewContext, "announce" | "isDark">;
   /** The element of the view, which gets the event `theme`. */
-  at: EventTarget;
+  viewElement: EventTarget;
   /** Called with the cell under the cursor; null if there is none. */
   onCell?(cell: { row: number; col: number; value: number } | null): void;
   /** The longest side of the picture in CSS pixels. */
@@ -26,16 +26,16 @@ export interface Options {
   test?: string;
 }
 
-const FONT = 12;
-const LONGEST = 16;
+const FONT_PIXELS = 12;
+const MAX_NAME_LETTERS = 16;
 /** The smallest cell (CSS pixels) that shows its number, and the largest cell. */
-const ROOMY = 38;
-const LARGEST = 72;
-const KEYS =
+const MIN_NUMBERED_CELL_PIXELS = 38;
+const MAX_CELL_PIXELS = 72;
+const KEYBOARD_HELP =
   "Arrow keys move the cell, Home and End go to the row's ends, plus and minus zoom, " +
   "0 shows all, Shift and arrow keys pan.";
 
-const short = (text: string) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
+const truncateName = (text: string) => (text.length > MAX_NAME_LETTERS ? `${text.slice(0, MAX_NAME_LETTERS - 1)}…` : text);
 
 export class Heatmap {
   readonly element: HTMLElement;
@@ -48,18 +48,18 @@ export class Heatmap {
   private readonly low: HTMLElement;
   private readonly high: HTMLElement;
   private readonly observer: ResizeObserver;
-  private readonly turned = () => this.redraw();
+  private readonly handleThemeChange = () => this.redraw();
   /** The zoom factor, and the row and column at the top left corner. */
   private zoom = 1;
   private top = 0;
   private left = 0;
   private cursor: { row: number; col: number } | null = null;
   /** Redraws the heatmap in the next frame. */
-  readonly redraw = onceAFrame(() => this.element.isConnected && this.draw());
+  readonly redraw = throttleToFrame(() => this.element.isConnected && this.draw());
   /** The picture inside the canvas, in CSS pixels. */
   private box = { x: 0, y: 0, width: 1, height: 1 };
 
-  constructor(private readonly options: Options) {
+  constructor(private readonly options: HeatmapOptions) {
     const test = options.test ?? "heatmap";
     this.picture = new Picture(options.matrix);
     this.canvas = h("canvas", {
@@ -73,33 +73,33 @@ export class Heatmap {
     this.bar = h("canvas", { class: "heatmap-bar", width: "256", height: "1", "aria-hidden": "true" });
     this.low = h("span", { test: `${test}-low` });
     this.high = h("span", { test: `${test}-high` });
-    const button = (text: string, label: string, act: () => void) =>
-      h("button", { type: "button", "aria-label": label, title: label, on: { click: act } }, text);
+    const createButton = (text: string, label: string, action: () => void) =>
+      h("button", { type: "button", "aria-label": label, title: label, on: { click: action } }, text);
     const tools = h(
       "span",
       { class: "heatmap-tools" },
-      button("−", "Zoom out", () => this.scale(1 / 1.5)),
-      button("+", "Zoom in", () => this.scale(1.5)),
-      button("all", "Show all", () => this.fit()),
+      createButton("−", "Zoom out", () => this.zoomBy(1 / 1.5)),
+      createButton("+", "Zoom in", () => this.zoomBy(1.5)),
+      createButton("all", "Show all", () => this.showAll()),
     );
     const scale = h("span", { class: "heatmap-scale" }, this.low, this.bar, this.high);
     this.foot = h("div", { class: "heatmap-foot" }, this.readout, scale, tools);
     this.element = h("div", { class: "heatmap" }, this.canvas, this.foot, this.note);
     addGestures(this.canvas, {
-      hover: (x, y) => this.hover(x, y),
-      leave: () => this.leave(),
+      hover: (x, y) => this.handleHover(x, y),
+      leave: () => this.clearCursor(),
       drag: (x, y) => this.pan(-y / this.pitch.y, -x / this.pitch.x),
-      scale: (factor, x, y) => this.scale(factor, x, y),
-      press: (key, shift) => this.press(key, shift),
+      scale: (factor, x, y) => this.zoomBy(factor, x, y),
+      press: (key, shift) => this.handleKey(key, shift),
     });
-    this.describe();
+    this.describeMatrix();
     this.observer = new ResizeObserver(() => this.redraw());
     this.observer.observe(this.element);
-    options.at.addEventListener("theme", this.turned);
+    options.viewElement.addEventListener("theme", this.handleThemeChange);
   }
 
   /** Shows another matrix; zoom and position stay if its shape is the same. */
-  update(matrix: Matrix, names: Pick<Options, "rowNames" | "colNames" | "label"> | null = null) {
+  update(matrix: Matrix, names: Pick<HeatmapOptions, "rowNames" | "colNames" | "label"> | null = null) {
     const { rows, cols } = this.picture.matrix;
     this.picture = new Picture(matrix);
     if (names) Object.assign(this.options, names);
@@ -108,66 +108,66 @@ export class Heatmap {
       this.top = this.left = 0;
       this.cursor = null;
     }
-    this.describe();
+    this.describeMatrix();
     this.redraw();
   }
 
   /** The cell under the cursor. */
-  point(row: number, col: number) {
+  moveCursor(row: number, col: number) {
     this.cursor = { row, col };
-    this.tell();
+    this.reportCell();
   }
 
   destroy() {
     this.observer.disconnect();
-    this.options.at.removeEventListener("theme", this.turned);
+    this.options.viewElement.removeEventListener("theme", this.handleThemeChange);
     this.redraw.stop();
   }
 
-  private name(side: "row" | "col", at: number): string {
+  private nameOf(side: "row" | "col", index: number): string {
     const names = side === "row" ? this.options.rowNames : this.options.colNames;
-    return names?.[at] ?? String(at);
+    return names?.[index] ?? String(index);
   }
 
-  private describe() {
+  private describeMatrix() {
     const { rows, cols } = this.picture.matrix;
     const { label } = this.options;
-    this.canvas.setAttribute("aria-label", `${label}: ${rows} rows, ${cols} columns. ${KEYS}`);
-    this.low.textContent = numeral(this.picture.low, 0, 3);
-    this.high.textContent = numeral(this.picture.high, 0, 3);
-    if (this.cursor) this.tell();
+    this.canvas.setAttribute("aria-label", `${label}: ${rows} rows, ${cols} columns. ${KEYBOARD_HELP}`);
+    this.low.textContent = formatSignificant(this.picture.low, 0, 3);
+    this.high.textContent = formatSignificant(this.picture.high, 0, 3);
+    if (this.cursor) this.reportCell();
     else this.readout.textContent = `${rows} × ${cols}`;
   }
 
-  private sentence(): string {
+  private formatCell(): string {
     const { row, col } = this.cursor!;
     const { matrix } = this.picture;
-    const number = numeral(value(matrix, row, col), blur(matrix, row, col));
-    return `${this.name("row", row)} → ${this.name("col", col)}  ${number}`;
+    const number = formatSignificant(readValue(matrix, row, col), getRoundingError(matrix, row, col));
+    return `${this.nameOf("row", row)} → ${this.nameOf("col", col)}  ${number}`;
   }
 
-  private tell() {
+  private reportCell() {
     const { row, col } = this.cursor!;
-    this.readout.textContent = this.sentence();
-    this.options.onCell?.({ row, col, value: value(this.picture.matrix, row, col) });
+    this.readout.textContent = this.formatCell();
+    this.options.onCell?.({ row, col, value: readValue(this.picture.matrix, row, col) });
     this.redraw();
   }
 
-  // Geometry: `pitch` CSS pixels a cell.
+  // Geometry: `pitch` CSS pixels per cell.
 
   private get pitch() {
     const { rows, cols } = this.picture.matrix;
     return { x: (this.zoom * this.box.width) / cols, y: (this.zoom * this.box.height) / rows };
   }
 
-  private fit() {
+  private showAll() {
     this.zoom = 1;
     this.top = this.left = 0;
     this.redraw();
   }
 
   /** Zooms about a point of the canvas; by default about the cursor or the centre. */
-  private scale(factor: number, x?: number, y?: number) {
+  private zoomBy(factor: number, x?: number, y?: number) {
     const { box, pitch, cursor } = this;
     if (x === undefined || y === undefined) {
       x = cursor ? box.x + (cursor.col + 0.5 - this.left) * pitch.x : box.x + box.width / 2;
@@ -175,8 +175,8 @@ export class Heatmap {
     }
     const [col, row] = [this.left + (x - box.x) / pitch.x, this.top + (y - box.y) / pitch.y];
     const { rows, cols } = this.picture.matrix;
-    const most = Math.max(1, LARGEST / Math.max(box.width / cols, box.height / rows));
-    this.zoom = clamp(this.zoom * factor, 1, most);
+    const maxZoom = Math.max(1, MAX_CELL_PIXELS / Math.max(box.width / cols, box.height / rows));
+    this.zoom = clamp(this.zoom * factor, 1, maxZoom);
     this.left = col - (x - box.x) / this.pitch.x;
     this.top = row - (y - box.y) / this.pitch.y;
     this.limitPosition();
@@ -207,44 +207,44 @@ export class Heatmap {
 
   // Input.
 
-  private hover(x: number, y: number) {
-    const found = this.cellAt(x, y);
-    if (!found) {
-      if (!this.canvas.matches(":focus")) this.leave();
-    } else if (found.row !== this.cursor?.row || found.col !== this.cursor.col) {
-      this.point(found.row, found.col);
+  private handleHover(x: number, y: number) {
+    const cell = this.cellAt(x, y);
+    if (!cell) {
+      if (!this.canvas.matches(":focus")) this.clearCursor();
+    } else if (cell.row !== this.cursor?.row || cell.col !== this.cursor.col) {
+      this.moveCursor(cell.row, cell.col);
     }
   }
 
-  private leave() {
+  private clearCursor() {
     if (!this.cursor) return;
     this.cursor = null;
-    this.describe();
+    this.describeMatrix();
     this.options.onCell?.(null);
     this.redraw();
   }
 
-  private press(key: string, shift: boolean): boolean {
+  private handleKey(key: string, shift: boolean): boolean {
     const { rows, cols } = this.picture.matrix;
     const steps: Record<string, [number, number]> = {
       ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
       PageUp: [-10, 0], PageDown: [10, 0], Home: [0, -Infinity], End: [0, Infinity],
     }; // prettier-ignore
     const step = steps[key];
-    if (key === "+" || key === "=") this.scale(1.5);
-    else if (key === "-") this.scale(1 / 1.5);
-    else if (key === "0") this.fit();
+    if (key === "+" || key === "=") this.zoomBy(1.5);
+    else if (key === "-") this.zoomBy(1 / 1.5);
+    else if (key === "0") this.showAll();
     else if (step && shift && key.startsWith("Arrow")) {
       this.pan((step[0] * rows) / this.zoom / 8, (step[1] * cols) / this.zoom / 8);
     } else if (step) {
-      const from = this.cursor ?? { row: Math.floor(this.top), col: Math.floor(this.left) };
-      const at = this.cursor ? step : [0, 0];
-      const row = clamp(from.row + at[0], 0, rows - 1);
-      const col = clamp(from.col + at[1], 0, cols - 1);
+      const origin = this.cursor ?? { row: Math.floor(this.top), col: Math.floor(this.left) };
+      const offset = this.cursor ? step : [0, 0];
+      const row = clamp(origin.row + offset[0], 0, rows - 1);
+      const col = clamp(origin.col + offset[1], 0, cols - 1);
       this.top = clamp(this.top, row + 1 - rows / this.zoom, row);
       this.left = clamp(this.left, col + 1 - cols / this.zoom, col);
-      this.point(row, col);
-      this.options.given.announce(this.sentence());
+      this.moveCursor(row, col);
+      this.options.context.announce(this.formatCell());
     } else return false;
     return true;
   }
@@ -255,146 +255,146 @@ export class Heatmap {
     const { canvas, picture, options } = this;
     const { rows, cols } = picture.matrix;
     const style = getComputedStyle(this.element);
-    const dark = options.given.dark();
+    const dark = options.context.isDark();
     // Colours are read from elements, because a CSS variable may hold the colours of both themes.
     const accent = style.accentColor;
-    const [soft, line] = [getComputedStyle(this.note).color, getComputedStyle(this.bar).borderColor];
-    const pen = canvas.getContext("2d")!;
+    const [softColour, lineColour] = [getComputedStyle(this.note).color, getComputedStyle(this.bar).borderColor];
+    const ctx = canvas.getContext("2d")!;
     const family = style.fontFamily;
-    pen.font = `${FONT}px ${family}`;
+    ctx.font = `${FONT_PIXELS}px ${family}`;
 
-    const wide = (names: string[] | undefined, count: number) =>
+    const measureNames = (names: string[] | undefined, count: number) =>
       names
-        ? Math.max(...names.slice(0, 4096).map((name) => pen.measureText(short(name)).width))
-        : pen.measureText(String(count)).width;
-    const [rowWidth, colWidth] = [wide(options.rowNames, rows), wide(options.colNames, cols)];
+        ? Math.max(...names.slice(0, 4096).map((name) => ctx.measureText(truncateName(name)).width))
+        : ctx.measureText(String(count)).width;
+    const [rowWidth, colWidth] = [measureNames(options.rowNames, rows), measureNames(options.colNames, cols)];
     const width = this.element.clientWidth || 320;
-    const margin = Math.ceil(rowWidth) + 8 + (options.rowTitle ? FONT + 6 : 0);
-    const available = Math.min(width - margin - 2, options.side ?? 560);
+    const leftMargin = Math.ceil(rowWidth) + 8 + (options.rowTitle ? FONT_PIXELS + 6 : 0);
+    const available = Math.min(width - leftMargin - 2, options.side ?? 560);
     // Cells are square unless the matrix is very long.
-    const shape = clamp(rows / cols, 1 / 6, 2);
-    const plot = Math.max(32, Math.min(available, (options.side ?? 560) / shape, cols * LARGEST));
-    const lies = colWidth + 6 < (this.zoom * plot) / cols;
-    const above = (lies ? FONT + 6 : Math.ceil(colWidth) + 8) + (options.colTitle ? FONT + 6 : 0);
-    this.box = { x: margin, y: above, width: plot, height: plot * shape };
+    const aspectRatio = clamp(rows / cols, 1 / 6, 2);
+    const plotWidth = Math.max(32, Math.min(available, (options.side ?? 560) / aspectRatio, cols * MAX_CELL_PIXELS));
+    const isHorizontal = colWidth + 6 < (this.zoom * plotWidth) / cols;
+    const topMargin = (isHorizontal ? FONT_PIXELS + 6 : Math.ceil(colWidth) + 8) + (options.colTitle ? FONT_PIXELS + 6 : 0);
+    this.box = { x: leftMargin, y: topMargin, width: plotWidth, height: plotWidth * aspectRatio };
     const { box, pitch } = this;
 
     const ratio = devicePixelRatio || 1;
-    const [outer, height] = [margin + plot + 2, above + box.height + 2];
+    const [outer, height] = [leftMargin + plotWidth + 2, topMargin + box.height + 2];
     canvas.width = Math.round(outer * ratio);
     canvas.height = Math.round(height * ratio);
     canvas.style.setProperty("width", `${outer}px`);
     canvas.style.setProperty("height", `${height}px`);
     this.foot.style.setProperty("max-width", `${Math.max(outer, 360)}px`);
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
 
-    const k = picture.levelFor(Math.min(pitch.x, pitch.y) * ratio);
-    const part = 2 ** k;
-    pen.save();
-    pen.beginPath();
-    pen.rect(box.x, box.y, box.width, box.height);
-    pen.clip();
-    pen.imageSmoothingEnabled = false;
-    const level = picture.canvas(k, dark);
-    // The whole picture is drawn and clipped, so that partial cells at the edges are visible.
-    pen.drawImage(
+    const levelIndex = picture.levelFor(Math.min(pitch.x, pitch.y) * ratio);
+    const cellsPerDot = 2 ** levelIndex;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(box.x, box.y, box.width, box.height);
+    ctx.clip();
+    ctx.imageSmoothingEnabled = false;
+    const level = picture.getCanvas(levelIndex, dark);
+    // The complete picture is drawn and clipped, so that partial cells at the edges are visible.
+    ctx.drawImage(
       level,
       box.x - this.left * pitch.x,
       box.y - this.top * pitch.y,
-      level.width * part * pitch.x,
-      level.height * part * pitch.y,
+      level.width * cellsPerDot * pitch.x,
+      level.height * cellsPerDot * pitch.y,
     );
-    this.numbers(pen, family, dark);
+    this.drawNumbers(ctx, family, dark);
     if (this.cursor) {
       const { row, col } = this.cursor;
       const x = box.x + (col - this.left) * pitch.x;
       const y = box.y + (row - this.top) * pitch.y;
-      pen.strokeStyle = accent;
-      pen.globalAlpha = 0.35;
-      pen.strokeRect(box.x - 2, y, box.width + 4, Math.max(pitch.y, 1));
-      pen.strokeRect(x, box.y - 2, Math.max(pitch.x, 1), box.height + 4);
-      pen.globalAlpha = 1;
-      pen.lineWidth = 2;
-      pen.strokeRect(x, y, Math.max(pitch.x, 2), Math.max(pitch.y, 2));
+      ctx.strokeStyle = accent;
+      ctx.globalAlpha = 0.35;
+      ctx.strokeRect(box.x - 2, y, box.width + 4, Math.max(pitch.y, 1));
+      ctx.strokeRect(x, box.y - 2, Math.max(pitch.x, 1), box.height + 4);
+      ctx.globalAlpha = 1;
+      ctx.lineWidth = 2;
+      ctx.strokeRect(x, y, Math.max(pitch.x, 2), Math.max(pitch.y, 2));
     }
-    pen.restore();
-    pen.strokeStyle = line;
-    pen.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
-    this.names(pen, style.color, soft, lies);
+    ctx.restore();
+    ctx.strokeStyle = lineColour;
+    ctx.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
+    this.drawNames(ctx, style.color, softColour, isHorizontal);
 
-    const coarse = `Each dot shows the largest of ${part} × ${part} numbers. Zoom in to see all.`;
-    const bent = `The colour scale is a square root: its middle is ${numeral(picture.high / 4, 0, 3)}.`;
-    this.note.textContent = [picture.matrix.root ? bent : "", k > 0 ? coarse : ""].join(" ").trim();
+    const coarseNote = `Each dot shows the largest of ${cellsPerDot} × ${cellsPerDot} numbers. Zoom in to see all.`;
+    const rootNote = `The colour scale is a square root: its middle is ${formatSignificant(picture.high / 4, 0, 3)}.`;
+    this.note.textContent = [picture.matrix.hasRootScale ? rootNote : "", levelIndex > 0 ? coarseNote : ""].join(" ").trim();
     const image = new ImageData(256, 1);
-    image.data.set(picture.colours(dark));
+    image.data.set(picture.getColours(dark));
     this.bar.getContext("2d")!.putImageData(image, 0, 0);
   }
 
   /** The visible rows or columns. */
-  private seen(side: "row" | "col"): [number, number] {
+  private getVisibleRange(side: "row" | "col"): [number, number] {
     const { rows, cols } = this.picture.matrix;
     const [start, count] = side === "row" ? [this.top, rows] : [this.left, cols];
     return [Math.floor(start), Math.min(count, Math.ceil(start + count / this.zoom))];
   }
 
-  private numbers(pen: CanvasRenderingContext2D, family: string, dark: boolean) {
+  private drawNumbers(ctx: CanvasRenderingContext2D, family: string, dark: boolean) {
     const { box, pitch, picture } = this;
-    if (Math.min(pitch.x, pitch.y * 1.8) < ROOMY) return;
-    const colours = picture.colours(dark);
-    pen.font = `11px ${family}`;
-    pen.textAlign = "center";
-    pen.textBaseline = "middle";
+    if (Math.min(pitch.x, pitch.y * 1.8) < MIN_NUMBERED_CELL_PIXELS) return;
+    const colours = picture.getColours(dark);
+    ctx.font = `11px ${family}`;
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
     const digits = clamp(1 - Math.floor(Math.log10(0.99 * picture.high)), 0, 4);
-    for (let row = this.seen("row")[0]; row < this.seen("row")[1]; row++) {
-      for (let col = this.seen("col")[0]; col < this.seen("col")[1]; col++) {
-        const x = value(picture.matrix, row, col);
+    for (let row = this.getVisibleRange("row")[0]; row < this.getVisibleRange("row")[1]; row++) {
+      for (let col = this.getVisibleRange("col")[0]; col < this.getVisibleRange("col")[1]; col++) {
+        const x = readValue(picture.matrix, row, col);
         if (Number.isNaN(x)) continue;
-        pen.fillStyle = inkOn(colours, picture.byte(row, col) / 255);
+        ctx.fillStyle = chooseTextColour(colours, picture.byteAt(row, col) / 255);
         const text = x === 0 ? "0" : x.toFixed(digits).replace("-", "−");
-        const at = [box.x + (col + 0.5 - this.left) * pitch.x, box.y + (row + 0.5 - this.top) * pitch.y];
-        pen.fillText(text, at[0], at[1]);
+        const position = [box.x + (col + 0.5 - this.left) * pitch.x, box.y + (row + 0.5 - this.top) * pitch.y];
+        ctx.fillText(text, position[0], position[1]);
       }
     }
   }
 
   /** Draws the names of rows and columns: all of them, or as many as are legible. */
-  private names(pen: CanvasRenderingContext2D, ink: string, soft: string, lies: boolean) {
+  private drawNames(ctx: CanvasRenderingContext2D, textColour: string, softColour: string, isHorizontal: boolean) {
     const { box, pitch, cursor, options } = this;
     const family = getComputedStyle(this.element).fontFamily;
-    const write = (text: string, x: number, y: number, turn: number, align: CanvasTextAlign, on: boolean) => {
-      pen.save();
-      pen.translate(x, y);
-      pen.rotate(turn);
-      pen.font = `${on ? "600 " : ""}${FONT}px ${family}`;
-      pen.fillStyle = on ? ink : soft;
-      pen.textAlign = align;
-      pen.textBaseline = "middle";
-      pen.fillText(text, 0, 0);
-      pen.restore();
+    const writeText = (text: string, x: number, y: number, angle: number, align: CanvasTextAlign, isHighlighted: boolean) => {
+      ctx.save();
+      ctx.translate(x, y);
+      ctx.rotate(angle);
+      ctx.font = `${isHighlighted ? "600 " : ""}${FONT_PIXELS}px ${family}`;
+      ctx.fillStyle = isHighlighted ? textColour : softColour;
+      ctx.textAlign = align;
+      ctx.textBaseline = "middle";
+      ctx.fillText(text, 0, 0);
+      ctx.restore();
     };
-    const each = (side: "row" | "col", cell: number, put: (at: number, on: boolean) => void) => {
-      const step = roundUp(Math.max(1, (FONT + 3) / cell));
+    const drawEach = (side: "row" | "col", cell: number, drawName: (index: number, isHighlighted: boolean) => void) => {
+      const step = roundUp(Math.max(1, (FONT_PIXELS + 3) / cell));
       const current = cursor?.[side];
-      const [start, stop] = this.seen(side);
-      for (let at = Math.ceil(start / step) * step; at < stop; at += step) {
+      const [start, stop] = this.getVisibleRange(side);
+      for (let index = Math.ceil(start / step) * step; index < stop; index += step) {
         // The name at the cursor replaces the names next to it.
-        if (current === undefined || Math.abs(at - current) * cell > FONT + 2) put(at, false);
+        if (current === undefined || Math.abs(index - current) * cell > FONT_PIXELS + 2) drawName(index, false);
       }
-      if (current !== undefined && current >= start && current < stop) put(current, true);
+      if (current !== undefined && current >= start && current < stop) drawName(current, true);
     };
-    each("row", pitch.y, (row, on) => {
+    drawEach("row", pitch.y, (row, isHighlighted) => {
       const y = box.y + (row + 0.5 - this.top) * pitch.y;
       if (y > box.y - 1 && y < box.y + box.height + 1)
-        write(short(this.name("row", row)), box.x - 6, y, 0, "right", on);
+        writeText(truncateName(this.nameOf("row", row)), box.x - 6, y, 0, "right", isHighlighted);
     });
-    each("col", lies ? Infinity : pitch.x, (col, on) => {
+    drawEach("col", isHorizontal ? Infinity : pitch.x, (col, isHighlighted) => {
       const x = box.x + (col + 0.5 - this.left) * pitch.x;
       if (x < box.x - 1 || x > box.x + box.width + 1) return;
-      const text = short(this.name("col", col));
-      if (lies) write(text, x, box.y - FONT / 2 - 3, 0, "center", on);
-      else write(text, x, box.y - 6, -Math.PI / 2, "left", on);
+      const text = truncateName(this.nameOf("col", col));
+      if (isHorizontal) writeText(text, x, box.y - FONT_PIXELS / 2 - 3, 0, "center", isHighlighted);
+      else writeText(text, x, box.y - 6, -Math.PI / 2, "left", isHighlighted);
     });
-    if (options.rowTitle) write(options.rowTitle, FONT / 2 + 1, box.y + box.height / 2, -Math.PI / 2, "center", false);
-    if (options.colTitle) write(options.colTitle, box.x + box.width / 2, FONT / 2 + 1, 0, "center", false);
+    if (options.rowTitle) writeText(options.rowTitle, FONT_PIXELS / 2 + 1, box.y + box.height / 2, -Math.PI / 2, "center", false);
+    if (options.colTitle) writeText(options.colTitle, box.x + box.width / 2, FONT_PIXELS / 2 + 1, 0, "center", false);
   }
 }

@@ -1,11 +1,11 @@
 /** The frame around the views: a shadow root, tabs, the theme, and announcements for screen readers. */
 
-import { h, unique } from "./dom";
+import { h, createId } from "./dom";
 import { STYLE } from "./style";
 import type { View } from "./view";
 import type { Backend, Descriptor, Host } from "./wire";
 
-export interface Shown {
+export interface PageOptions {
   views: Descriptor[];
   backend: Backend | null;
   host: Host;
@@ -14,14 +14,14 @@ export interface Shown {
 type Theme = "auto" | "light" | "dark";
 const THEMES: Theme[] = ["auto", "light", "dark"];
 
-function sheet(css: string): CSSStyleSheet {
-  const made = new CSSStyleSheet();
-  made.replaceSync(css);
-  return made;
+function createStyleSheet(css: string): CSSStyleSheet {
+  const sheet = new CSSStyleSheet();
+  sheet.replaceSync(css);
+  return sheet;
 }
 
 /** Whether the surrounding notebook (JupyterLab or VS Code) is dark; null outside of a notebook. */
-function around(): boolean | null {
+function isNotebookDark(): boolean | null {
   const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
   if (jpThemeLight) return jpThemeLight === "false";
   if (vscodeThemeKind) return !vscodeThemeKind.endsWith("light");
@@ -29,24 +29,24 @@ function around(): boolean | null {
 }
 
 /** Shows views in `el`, and returns a function that removes them. */
-export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void {
+export function mountShell(el: HTMLElement, options: PageOptions, knownViews: View[]): () => void {
   // Without this, a notebook would treat keys as commands (x cuts the cell): it sees only this
   // element, not the input field inside of the shadow root.
   const box = h("div", { "data-lm-suppress-shortcuts": "true", on: { keydown: (e) => e.stopPropagation() } });
   el.append(box);
   const root = box.attachShadow({ mode: "open" });
-  root.adoptedStyleSheets = [sheet(STYLE), ...known.flatMap((v) => (v.style ? [sheet(v.style)] : []))];
+  root.adoptedStyleSheets = [createStyleSheet(STYLE), ...knownViews.flatMap((v) => (v.style ? [createStyleSheet(v.style)] : []))];
 
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const start: Theme = el.dataset.theme === "dark" || el.dataset.theme === "light" ? el.dataset.theme : "auto";
-  let theme = start;
-  const dark = () => (theme === "auto" ? (around() ?? system.matches) : theme === "dark");
+  const initialTheme: Theme = el.dataset.theme === "dark" || el.dataset.theme === "light" ? el.dataset.theme : "auto";
+  let theme = initialTheme;
+  const isDark = () => (theme === "auto" ? (isNotebookDark() ?? system.matches) : theme === "dark");
 
-  const voice = h("div", { class: "unseen", role: "status", "aria-live": "polite", test: "announce" });
+  const liveRegion = h("div", { class: "unseen", role: "status", "aria-live": "polite", test: "announce" });
   const panels: { tab: HTMLButtonElement; panel: HTMLElement; mount(): void; unmount(): void }[] = [];
-  const themed = () => {
-    if (theme === "auto" && around() === null) delete box.dataset.theme;
-    else box.dataset.theme = dark() ? "dark" : "light";
+  const applyTheme = () => {
+    if (theme === "auto" && isNotebookDark() === null) delete box.dataset.theme;
+    else box.dataset.theme = isDark() ? "dark" : "light";
     toggle.textContent = { auto: "◐", light: "○", dark: "●" }[theme];
     toggle.setAttribute("aria-label", `Theme: ${theme}`);
     toggle.title = `Theme: ${theme}`;
@@ -58,25 +58,25 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     on: {
       click: () => {
         theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-        themed();
+        applyTheme();
       },
     },
   });
 
-  // If the page is the whole window, the fragment of its address names the open view, for links and history.
-  const alone = shown.host !== "notebook";
-  const address = (i: number) => new URL(`#${encodeURIComponent(panels[i].tab.textContent!)}`, location.href).hash;
-  const open = () => panels.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
-  const linked = () => (alone ? Math.max(panels.findIndex((_, i) => address(i) === location.hash), 0) : 0);
-  const follow = () => {
+  // If the page fills the window, the fragment of its address names the open view, for links and history.
+  const ownsWindow = options.host !== "notebook";
+  const formatHash = (i: number) => new URL(`#${encodeURIComponent(panels[i].tab.textContent!)}`, location.href).hash;
+  const findOpenTab = () => panels.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
+  const findLinkedTab = () => (ownsWindow ? Math.max(panels.findIndex((_, i) => formatHash(i) === location.hash), 0) : 0);
+  const followHash = () => {
     // Several tabs may have the same title.
-    if (address(linked()) !== address(open())) choose(linked());
+    if (formatHash(findLinkedTab()) !== formatHash(findOpenTab())) showPanel(findLinkedTab());
   };
-  const turn = (i: number, focus = false) => {
-    choose(i, focus);
-    if (alone) location.hash = address(i);
+  const openTab = (i: number, focus = false) => {
+    showPanel(i, focus);
+    if (ownsWindow) location.hash = formatHash(i);
   };
-  const choose = (i: number, focus = false) => {
+  const showPanel = (i: number, focus = false) => {
     panels.forEach(({ tab, panel }, j) => {
       tab.setAttribute("aria-selected", String(i === j));
       tab.tabIndex = i === j ? 0 : -1;
@@ -87,18 +87,18 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
   };
 
   // The browser asks before it closes a page with changes. In a notebook the cell can be run again.
-  const unsaved = new Set<number>();
-  const stay = (event: BeforeUnloadEvent) => {
-    if (unsaved.size) event.preventDefault();
+  const changedViews = new Set<number>();
+  const confirmLeaving = (event: BeforeUnloadEvent) => {
+    if (changedViews.size) event.preventDefault();
   };
 
-  const times = new Map<string, number>();
-  shown.views.forEach((given, i) => {
-    const view = known.find((v) => v.name === given.view);
-    const seen = times.get(given.view) ?? 0;
-    times.set(given.view, seen + 1);
-    const name = seen ? `${given.view}-${seen}` : given.view;
-    const ids = [unique("tab"), unique("panel")];
+  const countByView = new Map<string, number>();
+  options.views.forEach((descriptor, i) => {
+    const view = knownViews.find((v) => v.name === descriptor.view);
+    const earlierCount = countByView.get(descriptor.view) ?? 0;
+    countByView.set(descriptor.view, earlierCount + 1);
+    const name = earlierCount ? `${descriptor.view}-${earlierCount}` : descriptor.view;
+    const ids = [createId("tab"), createId("panel")];
     const tab = h(
       "button",
       {
@@ -106,9 +106,9 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
         id: ids[0],
         "aria-controls": ids[1],
         test: `tab-${name}`,
-        on: { click: () => turn(i) },
+        on: { click: () => openTab(i) },
       },
-      given.title || view?.title || given.view,
+      descriptor.title || view?.title || descriptor.view,
     );
     const panel = h("div", {
       role: "tabpanel",
@@ -117,29 +117,29 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
       test: `view-${name}`,
       hidden: true,
     });
-    let undo: (() => void) | null = null;
+    let unmountView: (() => void) | null = null;
     panels.push({
       tab,
       panel,
       mount() {
-        if (undo) return;
+        if (unmountView) return;
         if (!view) {
-          panel.append(h("p", { class: "error" }, `This page has no view named ${given.view}.`));
-          undo = () => panel.replaceChildren();
+          panel.append(h("p", { class: "error" }, `This page has no view named ${descriptor.view}.`));
+          unmountView = () => panel.replaceChildren();
           return;
         }
-        undo = view.mount(panel, {
-          data: given.data ?? {},
-          backend: shown.backend,
-          host: shown.host,
+        unmountView = view.mount(panel, {
+          data: descriptor.data ?? {},
+          backend: options.backend,
+          host: options.host,
           announce: (text) => {
-            voice.textContent = text;
+            liveRegion.textContent = text;
           },
-          unsaved: (is) => (is ? unsaved.add(i) : unsaved.delete(i)),
-          dark,
+          setUnsaved: (hasChanges) => (hasChanges ? changedViews.add(i) : changedViews.delete(i)),
+          isDark,
         });
       },
-      unmount: () => undo?.(),
+      unmount: () => unmountView?.(),
     });
   });
 
@@ -151,11 +151,11 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
       "aria-label": "Views",
       on: {
         keydown: (event: KeyboardEvent) => {
-          const now = open();
+          const now = findOpenTab();
           const next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: -1 }[event.key];
           if (next === undefined) return;
           event.preventDefault();
-          turn((next + panels.length) % panels.length, true);
+          openTab((next + panels.length) % panels.length, true);
         },
       },
     },
@@ -163,22 +163,22 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
   );
   tabs.hidden = panels.length < 2;
   const title = panels.length === 1 ? h("h2", { class: "title", test: "title" }, panels[0].tab.textContent) : null;
-  system.addEventListener("change", themed);
-  const turned = new MutationObserver(themed);
-  turned.observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
+  system.addEventListener("change", applyTheme);
+  const themeObserver = new MutationObserver(applyTheme);
+  themeObserver.observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
   root.append(
     h("div", { class: "page" }, h("div", { class: "top" }, tabs, title, toggle), ...panels.map((p) => p.panel)),
-    voice,
+    liveRegion,
   );
-  themed();
-  if (panels.length) choose(linked());
-  if (panels.length && alone) addEventListener("hashchange", follow);
-  if (alone) addEventListener("beforeunload", stay);
+  applyTheme();
+  if (panels.length) showPanel(findLinkedTab());
+  if (panels.length && ownsWindow) addEventListener("hashchange", followHash);
+  if (ownsWindow) addEventListener("beforeunload", confirmLeaving);
   return () => {
-    removeEventListener("hashchange", follow);
-    removeEventListener("beforeunload", stay);
-    system.removeEventListener("change", themed);
-    turned.disconnect();
+    removeEventListener("hashchange", followHash);
+    removeEventListener("beforeunload", confirmLeaving);
+    system.removeEventListener("change", applyTheme);
+    themeObserver.disconnect();
     for (const panel of panels) panel.unmount();
     box.remove();
   };

@@ -1,16 +1,16 @@
 import type { Backend, Host } from "./wire";
 
 /** The context of a view. */
-export interface Given {
+export interface ViewContext {
   data: any;
   backend: Backend | null;
   host: Host;
   /** Announces a sentence to screen readers. */
   announce(text: string): void;
   /** Reports whether the user has made changes that are lost when the page is closed. */
-  unsaved(is: boolean): void;
+  setUnsaved(hasChanges: boolean): void;
   /** Whether the page is dark. The element of the view gets the event `theme` when that changes. */
-  dark(): boolean;
+  isDark(): boolean;
 }
 
 export interface View {
@@ -19,6 +19,6 @@ export interface View {
   title: string;
   /** Its stylesheet, added after that of `style.ts`. */
   style?: string;
-  /** Draws the view into `at`, and returns a function that removes it. */
-  mount(at: HTMLElement, given: Given): () => void;
+  /** Draws the view into `container`, and returns a function that removes it. */
+  mount(container: HTMLElement, context: ViewContext): () => void;
 }

@@ -78,6 +78,15 @@ class MissingExtraError(QkvError, ImportError):
     """An optional dependency is not installed."""
 
 
+def missing_extra_error(needs: str, extra: str) -> MissingExtraError:
+    """Return the error that says what is missing and how to install it.
+
+    >>> missing_extra_error("reading a frame needs narwhals", "tables")
+    MissingExtraError('reading a frame needs narwhals: pip install "qkv[tables]"')
+    """
+    return MissingExtraError(f'{needs}: pip install "qkv[{extra}]"')
+
+
 @contextlib.contextmanager
 def require_extra(name: str, needs: str) -> Iterator[None]:
     """Replace an `ImportError` inside the block by one that names the extra to install.
@@ -90,7 +99,7 @@ def require_extra(name: str, needs: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise MissingExtraError(f'{needs}: pip install "qkv[{name}]"') from None
+        raise missing_extra_error(needs, name) from None
 
 
 def as_float(value: Real) -> float:

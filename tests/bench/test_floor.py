@@ -32,21 +32,21 @@ def list_complaints(rows):
 
 
 def run_sweep(framework, count, seed=0):
-    found = floor.sweep(load_plain(framework), TEST_SIZES, seed, count)
-    return [row for _, _, row in found]
+    result = floor.sweep(load_plain(framework), TEST_SIZES, seed, count)
+    return [row for _, _, row in result]
 
 
 def test_every_valid_pair_is_covered():
     cases = cover_pairs(FACTORS, differs, 0)
     covered = {pair for case in cases for pair in list_pairs(case, FACTORS)}
-    wanted = {
+    expected = {
         (one, x, two, y)
         for one, two in itertools.combinations(FACTORS, 2)
         for x in FACTORS[one]
         for y in FACTORS[two]
         if (one, x, two, y) != ("a", "1", "b", "x")
     }
-    assert covered == wanted
+    assert covered == expected
     assert len(cases) < 15  # of the 36 cases of the product
 
 
@@ -157,11 +157,11 @@ def test_slow_sides_run_once():
         return side
 
     sides = {"quick": make_side("quick", 0.01), "slow": make_side("slow", 5.0)}
-    found = take_turns(sides, lambda: None, 0.0, 1.0, clock=lambda: now[0])
-    assert found == pytest.approx({"quick": 0.01, "slow": 5.0})
+    result = take_turns(sides, lambda: None, 0.0, 1.0, clock=lambda: now[0])
+    assert result == pytest.approx({"quick": 0.01, "slow": 5.0})
     assert runs["slow"] == 1 < runs["quick"]
-    found = take_turns(sides, lambda: None, 0.0, 1.0, {"slow": 7.0}, False, lambda: now[0])
-    assert found == pytest.approx({"quick": 0.01, "slow": 7.0}) and runs["slow"] == 1
+    result = take_turns(sides, lambda: None, 0.0, 1.0, {"slow": 7.0}, False, lambda: now[0])
+    assert result == pytest.approx({"quick": 0.01, "slow": 7.0}) and runs["slow"] == 1
 
 
 def test_a_call_is_stopped():

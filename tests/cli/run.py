@@ -45,18 +45,18 @@ def data(*arguments: object, code: int = 0, stdin: str | None = None) -> Any:
     return json.loads(line)
 
 
-def process(*arguments: object, env: dict[str, str] | None = None, **how: Any) -> Any:
+def process(*arguments: object, env: dict[str, str] | None = None, **options: Any) -> Any:
     return subprocess.Popen(
         [sys.executable, "-m", "qkv.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=HERE | (env or {}),
-        **how,
+        **options,
     )
 
 
-def run(*arguments: object, **how: Any) -> tuple[int, str, str]:
-    with process(*arguments, **how) as started:
+def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
+    with process(*arguments, **options) as started:
         out, err = started.communicate(timeout=300)
     return started.returncode, out, err

@@ -48,16 +48,16 @@ class TestAsk:
     def test_a_hint_says_where_the_length_of_vectors_decided(self, tmp_path: Path) -> None:
         path = tmp_path / "vectors.jsonl"
         path.write_text('{"k": [0.6, 0.7], "v": "short"}\n{"k": [3.0, 4.0], "v": "long"}\n')
-        asked = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]
-        shown = qkv(*asked).stdout.splitlines()
+        command = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]
+        shown = qkv(*command).stdout.splitlines()
         assert shown[0] == "long" and "score='cosine' to compare directions" in shown[-1]
-        assert "score='cosine' to compare directions" in data(*asked)["hint"]
-        other = qkv(*asked, "--score", "cosine").stdout
+        assert "score='cosine' to compare directions" in data(*command)["hint"]
+        other = qkv(*command, "--score", "cosine").stdout
         assert other.startswith("short\n") and "to compare directions" not in other
 
     def test_no_row_decides_where_the_value_is_a_blend(self, table: Path) -> None:
-        asked = ["ask", table, "the alchmist", "-k", "title", "-v", "year"]
-        value, shown = data(*asked)["value"], qkv(*asked).stdout
+        command = ["ask", table, "the alchmist", "-k", "title", "-v", "year"]
+        value, shown = data(*command)["value"], qkv(*command).stdout
         assert abs(value - 1988) > 1 and "decides" not in shown
         assert re.search(r"· a mean; one row has 9\d(\.\d)? % of the weight ·", shown)
 
@@ -88,17 +88,17 @@ class TestAsk:
     def test_a_number_is_asked_as_a_number_and_pooled(self, tmp_path: Path) -> None:
         path = tmp_path / "gpa.csv"
         path.write_text("gpa,salary\n3.0,70\n3.5,80\n4.0,100\n")
-        asked = ["ask", path, "3.5", "-k", "gpa", "-v", "salary"]
-        assert data(*asked, "--weighting", "average")["value"] == pytest.approx(250 / 3)
-        hard = data(*asked, "--weighting", "hard")
+        command = ["ask", path, "3.5", "-k", "gpa", "-v", "salary"]
+        assert data(*command, "--weighting", "average")["value"] == pytest.approx(250 / 3)
+        hard = data(*command, "--weighting", "hard")
         assert (hard["query"], hard["value"]) == (3.5, 80.0)
-        shown = qkv(*asked, "--weighting", "average").stdout.splitlines()[0]
+        shown = qkv(*command, "--weighting", "average").stdout.splitlines()[0]
         assert np.std([70, 80, 100]) == pytest.approx(12.47, abs=0.01)
         assert shown == "83 ± 12"
 
     def test_a_negative_number_comes_after_two_dashes(self, table: Path) -> None:
-        asked = ["-k", "year", "-v", "title", "-w", "hard", "--", "-700"]
-        result = qkv("ask", "--json", *asked[:-2], table, *asked[-2:])
+        command = ["-k", "year", "-v", "title", "-w", "hard", "--", "-700"]
+        result = qkv("ask", "--json", *command[:-2], table, *command[-2:])
         assert json.loads(result.stdout)["value"] == "The Odyssey"
 
     def test_a_number_is_demanded_where_keys_are_numbers(self, table: Path) -> None:
@@ -107,12 +107,12 @@ class TestAsk:
         assert result.stderr == "qkv: the query must be a number, as the column is, not 'Emma'\n"
 
     def test_a_key_of_two_columns(self, table: Path) -> None:
-        asked = ["ask", table, "-k", "author", "-k", "year", "-v", "title", "-w", "hard"]
+        command = ["ask", table, "-k", "author", "-k", "year", "-v", "title", "-w", "hard"]
         for text in ("Jane Austen, 1817", '["Jane Austen", 1817]'):
-            answer = data(*asked, text)
+            answer = data(*command, text)
             assert answer["query"] == ["Jane Austen", 1817]
             assert answer["value"] == "Persuasion"
-        assert "must have 2 parts, not 1" in qkv(*asked, "Jane Austen").stderr
+        assert "must have 2 parts, not 1" in qkv(*command, "Jane Austen").stderr
 
     def test_score_and_weighting_by_name_and_number(self, table: Path) -> None:
         asked = ["ask", table, "1900", "-k", "year", "-v", "title", "--top", 8]
@@ -177,8 +177,8 @@ class TestAsk:
 
     def test_each_line_of_stdin(self, table: Path) -> None:
         result = qkv("ask", table, "-", "-v", "author", "--json", stdin="emma\n\ndune\n")
-        found = [json.loads(line)["value"] for line in result.stdout.splitlines()]
-        assert found == ["Jane Austen", "Frank Herbert"]
+        actual = [json.loads(line)["value"] for line in result.stdout.splitlines()]
+        assert actual == ["Jane Austen", "Frank Herbert"]
 
     def test_a_query_that_is_no_text(self, table: Path, store: Path) -> None:
         for arguments in (["ask", table], ["ask", store], ["get", store], ["add", store, "Emma"]):
@@ -285,8 +285,8 @@ class TestGet:
         }
         assert qkv("get", table, "Homer", *columns).stderr == ""
         assert qkv("get", table, "Jane Austen", "--all", *columns).stdout == "Emma\nPersuasion\n"
-        found = data("get", table, "Jane Austen", "--all", *columns)
-        assert found == {"key": "Jane Austen", "values": ["Emma", "Persuasion"]}
+        result = data("get", table, "Jane Austen", "--all", *columns)
+        assert result == {"key": "Jane Austen", "values": ["Emma", "Persuasion"]}
         assert qkv("get", table, "Jane", "--all", *columns).exit_code == 1
 
 
@@ -297,9 +297,9 @@ class TestPlot:
     def test_writes_the_picture(self, table: Path, name: str, magic: bytes) -> None:
         pytest.importorskip("matplotlib")
         path = table.with_name(name)
-        found = data("plot", table, "emma", "-o", path, "-v", "author")
-        assert found["written"] == str(path)
-        assert found["value"] == "Jane Austen"
+        result = data("plot", table, "emma", "-o", path, "-v", "author")
+        assert result["written"] == str(path)
+        assert result["value"] == "Jane Austen"
         assert path.read_bytes()[: len(magic)] == magic
         assert qkv("plot", table, "emma", "-o", path).stdout == f"{path}\n"
         assert sorted(p.name for p in table.parent.iterdir()) == sorted([name, "books.csv"])

@@ -66,17 +66,17 @@ class TestProcess:
             "atexit.register(lambda: print(*sys.modules))\n"
             "qkv.cli.main()"
         )
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code, str(made)],
             capture_output=True,
             text=True,
             env=HERE,
             check=True,
         )
-        value, loaded = found.stdout.splitlines()
+        value, loaded = result.stdout.splitlines()
         assert value == "Frank Herbert"
-        some = {"qkv.attention", "qkv.engines", "qkv.scores", "rich.console", "torch", "pandas"}
-        assert not some & set(loaded.split())
+        modules = {"qkv.attention", "qkv.engines", "qkv.scores", "rich.console", "torch", "pandas"}
+        assert not modules & set(loaded.split())
 
     def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
         lines = "\n".join(["Li"] * 2000)
@@ -132,11 +132,13 @@ class TestProcess:
             assert child.stderr.read() == "qkv: stopped\n"
         assert list(tmp_path.iterdir()) == [table]
 
-    @pytest.mark.parametrize("how", ["ascii", "ascii:surrogateescape"])  # the latter as in locale C
-    def test_an_encoding_without_blocks(self, tmp_path: Path, how: str) -> None:
+    @pytest.mark.parametrize(
+        "encoding", ["ascii", "ascii:surrogateescape"]
+    )  # the latter as in locale C
+    def test_an_encoding_without_blocks(self, tmp_path: Path, encoding: str) -> None:
         table = tmp_path / "names.csv"
         table.write_text("last,first\nLi,Mü\nHu,黎\n", encoding="utf-8")
-        environment = {"PYTHONIOENCODING": how, "PYTHONUTF8": "0"}
+        environment = {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
         code, out, err = run("ask", table, "Hu", "-w", "hard", env=environment)
         assert (code, err) == (0, "")
         assert out.splitlines()[0] == "?"
@@ -177,8 +179,8 @@ class TestErrors:
         assert result.exit_code == 70
         assert result.stderr.startswith("qkv: a bug, ZeroDivisionError: by naught.")
         assert result.stderr.count("\n") == 1
-        for given in (("weights", "a b", "--debug"), ("--debug", "weights", "a b")):
-            result = qkv(*given)
+        for inputs in (("weights", "a b", "--debug"), ("--debug", "weights", "a b")):
+            result = qkv(*inputs)
             assert result.exit_code == 70
             assert "Traceback" in result.stderr
 

@@ -44,8 +44,8 @@ class TestKeep:
             first.write_text(f"code,since\n{more}\n")
             assert qkv("import", first, store, "--append").exit_code == 0
         with qkv_open(store) as database:
-            found = [*database.items()]
-        assert found[1:] == [("1.50", "2024-01-01"), ("2024-01-02", "3"), ("b2", None)]
+            result = [*database.items()]
+        assert result[1:] == [("1.50", "2024-01-01"), ("2024-01-02", "3"), ("b2", None)]
 
     def test_append(self, table: Path, store: Path) -> None:
         more = table.with_name("more.csv")
@@ -59,8 +59,8 @@ class TestKeep:
         assert data("add", store, "Emma", "J. Austen", "--update")["inserted"] is False
         assert data("add", store, "Emma 2", "nobody", "--update")["inserted"] is True
         assert "inserted" not in data("add", store, "Emma", "again")
-        said = qkv("add", store, "Emma 3", "nobody", "--update").stdout
-        assert "inserted, because no row had the key; 11 rows" in said
+        output = qkv("add", store, "Emma 3", "nobody", "--update").stdout
+        assert "inserted, because no row had the key; 11 rows" in output
 
     def test_add_makes_a_database_and_keeps_types(self, tmp_path: Path) -> None:
         path = tmp_path / "names.qkv"
@@ -156,8 +156,8 @@ class TestKeep:
 
     def test_versions_and_at(self, store: Path) -> None:
         qkv("remove", store, "Dune")
-        found = data("versions", store)["versions"]
-        assert [(v["number"], v["added"], v["removed"], v["rows"]) for v in found] == [
+        result = data("versions", store)["versions"]
+        assert [(v["number"], v["added"], v["removed"], v["rows"]) for v in result] == [
             (1, 8, 0, 8),
             (2, 0, 1, 7),
         ]

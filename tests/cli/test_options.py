@@ -59,7 +59,7 @@ class TestHelp:
         assert qkv("--version").stdout == f"qkv {package.__version__}\n"
 
     @pytest.mark.parametrize(
-        ("line", "found"),
+        ("line", "result"),
         [
             ("qkv vers", "versions"),
             ("qkv expo", "export"),
@@ -71,7 +71,7 @@ class TestHelp:
             ("qkv ask book", "books.csv"),
         ],
     )
-    def test_completion(self, table: Path, line: str, found: str) -> None:
+    def test_completion(self, table: Path, line: str, result: str) -> None:
         words = line.split()
         environment = {
             "_QKV_COMPLETE": "complete_bash",
@@ -79,4 +79,4 @@ class TestHelp:
             "COMP_CWORD": str(len(words) - 1),
         }
         out = run(env=environment, cwd=table.parent)[1]
-        assert found in out.split()
+        assert result in out.split()

@@ -60,16 +60,16 @@ class TestPlugin:
     """In processes of their own, so that no name outlives its test."""
 
     @pytest.fixture
-    def mine(self, tmp_path: Path) -> Path:
+    def plugin_file(self, tmp_path: Path) -> Path:
         path = tmp_path / "mine.py"
         path.write_text(PLUGIN)
         return path
 
-    def test_a_score_a_weighting_and_an_encoder(self, mine: Path, table: Path) -> None:
+    def test_a_score_a_weighting_and_an_encoder(self, plugin_file: Path, table: Path) -> None:
         columns = ("--key", "title", "--value", "author", "--json")
 
         def answer(*options: str) -> Any:
-            code, out, err = run("--plugin", mine, "ask", table, "Five!", *columns, *options)
+            code, out, err = run("--plugin", plugin_file, "ask", table, "Five!", *columns, *options)
             assert (code, err) == (0, "")
             return json.loads(out)
 
@@ -81,24 +81,24 @@ class TestPlugin:
         assert one["key"] == two["key"] == "The Alchemist"
         assert one["weight"] < two["weight"]
 
-    def test_a_database_with_such_an_encoder(self, mine: Path, table: Path) -> None:
+    def test_a_database_with_such_an_encoder(self, plugin_file: Path, table: Path) -> None:
         store = table.with_suffix(".qkv")
-        made = run("--plugin", mine, "import", table, store, "-k", "title", "-e", "lengths")
+        made = run("--plugin", plugin_file, "import", table, store, "-k", "title", "-e", "lengths")
         assert made[0] == 0
-        assert run("--plugin", mine, "ask", store, "Five!")[0] == 0
+        assert run("--plugin", plugin_file, "ask", store, "Five!")[0] == 0
         code, out, err = run("ask", store, "Five!")
         assert (code, out) == (2, "")
         assert "unknown encoder 'lengths'" in err and "encoders.register" in err
 
-    def test_a_module_on_the_path_and_several(self, mine: Path, table: Path) -> None:
-        other = mine.with_name("other.py")
+    def test_a_module_on_the_path_and_several(self, plugin_file: Path, table: Path) -> None:
+        other = plugin_file.with_name("other.py")
         other.write_text("import mine\n")
-        env = {"PYTHONPATH": os.pathsep.join([HERE["PYTHONPATH"], str(mine.parent)])}
-        asked = ("ask", table, "Emma", "-s", "far", "--json")
-        assert run("--plugin", "json", "--plugin", "mine", *asked, env=env)[0] == 0
-        assert run("--plugin", other, *asked, env=env)[0] == 0
-        assert run(*asked, "--plugin", "json", "--plugin", other, env=env)[0] == 0
-        assert run("--plugin", "json", *asked, "--plugin", other, env=env)[0] == 0
+        env = {"PYTHONPATH": os.pathsep.join([HERE["PYTHONPATH"], str(plugin_file.parent)])}
+        command = ("ask", table, "Emma", "-s", "far", "--json")
+        assert run("--plugin", "json", "--plugin", "mine", *command, env=env)[0] == 0
+        assert run("--plugin", other, *command, env=env)[0] == 0
+        assert run(*command, "--plugin", "json", "--plugin", other, env=env)[0] == 0
+        assert run("--plugin", "json", *command, "--plugin", other, env=env)[0] == 0
 
     @pytest.mark.parametrize(
         ("name", "text", "says"),

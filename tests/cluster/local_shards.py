@@ -38,10 +38,10 @@ class Here:
             for i, x in enumerate(args)
         )
         try:
-            found = getattr(self.shards[shard], method)(*args)
+            result = getattr(self.shards[shard], method)(*args)
         except StoreUnreadableError as fault:
             raise LostShardError(str(fault), shard) from None
-        return pickle.loads(cloudpickle.dumps(found))
+        return pickle.loads(cloudpickle.dumps(result))
 
     def close(self) -> None:
         pass

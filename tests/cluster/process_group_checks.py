@@ -31,7 +31,7 @@ QUERIES = {1: (6,), 2: (1, 5), 3: (3, 3, 0), 4: (2, 1, 0, 3)}
 class Case:
     """Arguments of `attend` for some columns of the keys, from learned arrays."""
 
-    how: Callable[[list[Tensor], slice], dict[str, Any]]
+    build_options: Callable[[list[Tensor], slice], dict[str, Any]]
     learned: tuple[tuple[int, ...], ...] = ()
     lead: tuple[int, ...] = ()
     shared: tuple[int, ...] | None = None
@@ -133,37 +133,37 @@ class Joined(torch.autograd.Function):
 def check(case: Case, queries: str, group: Any) -> None:
     """The output and all gradients are those of one process; of some, gradcheck agrees."""
     ranks = cluster.RankGroup(group)
-    mine, own = _parts(ranks)
+    local_keys, own = _parts(ranks)
     ranks.query_counts = QUERIES[ranks.size]
 
     def one(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        how = case.how(list(learned), slice(None))
-        return _flat(qkv.attend(query, key, value, engine="dense", **how))
+        options = case.build_options(list(learned), slice(None))
+        return _flat(qkv.attend(query, key, value, engine="dense", **options))
 
     def many(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        key, value = (cluster.sum_gradient(x, group)[..., mine, :] for x in (key, value))
-        how = case.how(list(learned), mine)
+        key, value = (cluster.sum_gradient(x, group)[..., local_keys, :] for x in (key, value))
+        options = case.build_options(list(learned), local_keys)
         if queries == "same":
-            return _flat(cluster.attend(query, key, value, group, **how))
+            return _flat(cluster.attend(query, key, value, group, **options))
         query = cluster.sum_gradient(query, group)[..., own, :]
-        out = cluster.attend(query, key, value, group, queries="sharded", **how)
+        out = cluster.attend(query, key, value, group, queries="sharded", **options)
         return Joined.apply(_flat(out), ranks)
 
     arrays = case.arrays()
-    want, found = one(*arrays), many(*arrays)
-    _near(found, want, "output")
+    want, actual = one(*arrays), many(*arrays)
+    _near(actual, want, "output")
     along = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(4))
     right, ours = (
         torch.autograd.grad(x, arrays, along, allow_unused=True, materialize_grads=True)
-        for x in (want, found)
+        for x in (want, actual)
     )
     ours = list(ours)
-    parts = queries == "sharded" or case.how is _bias  # each has those of its own keys
+    parts = queries == "sharded" or case.build_options is _bias  # each has those of its own keys
     if parts and case.learned:
         ours[3:] = ranks.all_reduce_sum(ours[3:])
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         _near(a, b, f"gradient {i}")
-    if case.how in CHECKED:
+    if case.build_options in CHECKED:
         torch.manual_seed(5)  # all must look the same way
         fixed = [x.detach() for x in arrays[3:]]
         checked = arrays[:3] + (fixed if parts else arrays[3:])
@@ -176,42 +176,46 @@ def _parts(ranks: cluster.RankGroup) -> list[slice]:
     return [slice(sum(x[: ranks.rank]), sum(x[: ranks.rank + 1])) for x in sizes]
 
 
-def _flat(found: Any) -> Tensor:
-    return torch.cat([found[0], found[1][..., None]], -1) if isinstance(found, tuple) else found
+def _flat(result: Any) -> Tensor:
+    return torch.cat([result[0], result[1][..., None]], -1) if isinstance(result, tuple) else result
 
 
-def _near(found: Tensor, want: Tensor, what: str) -> None:
-    error = (found - want).abs().max().item()
+def _near(actual: Tensor, want: Tensor, what: str) -> None:
+    error = (actual - want).abs().max().item()
     assert error < 1e-9, f"{what} is off by {error}"
 
 
 def check_half(group: Any) -> None:
     """16-bit arrays are summed in float32, and gradients come back in 16 bits."""
     ranks = cluster.RankGroup(group)
-    mine, own = _parts(ranks)
+    local_keys, own = _parts(ranks)
     arrays = [x.detach().bfloat16() for x in CASES["lse"].arrays()]
     for queries, rows in (("same", slice(None)), ("sharded", own)):
-        given = [arrays[0][..., rows, :], *(x[..., mine, :] for x in arrays[1:])]
-        given = [x.clone().requires_grad_() for x in given]
-        whole = [x.clone().requires_grad_() for x in arrays]
-        out = cluster.attend(*given, group, queries=queries, mask="causal")
-        want = qkv.attend(*whole, mask="causal")
+        inputs = [arrays[0][..., rows, :], *(x[..., local_keys, :] for x in arrays[1:])]
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        full = [x.clone().requires_grad_() for x in arrays]
+        out = cluster.attend(*inputs, group, queries=queries, mask="causal")
+        want = qkv.attend(*full, mask="causal")
         slopes, right = (
-            torch.autograd.grad(x.square().sum(), y) for x, y in ((out, given), (want, whole))
+            torch.autograd.grad(x.square().sum(), y) for x, y in ((out, inputs), (want, full))
         )
-        parts = [want[..., rows, :], right[0][..., rows, :], *(x[..., mine, :] for x in right[1:])]
-        for found, due in zip((out, *slopes), parts, strict=True):
-            torch.testing.assert_close(found, due, rtol=0.05, atol=0.05)
+        parts = [
+            want[..., rows, :],
+            right[0][..., rows, :],
+            *(x[..., local_keys, :] for x in right[1:]),
+        ]
+        for actual, expected in zip((out, *slopes), parts, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
 def check_few(group: Any) -> None:
     """Fewer queries than processes, or none at all, go round too."""
     ranks = cluster.RankGroup(group)
-    mine, _ = _parts(ranks)
+    local_keys, _ = _parts(ranks)
     query, key, value = CASES["softmax"].arrays()
     for count in (0, 1):
         own = query.detach()[: count * (ranks.rank == 0)].requires_grad_()
-        out = cluster.attend(own, key[mine], value[mine], group, queries="sharded")
+        out = cluster.attend(own, key[local_keys], value[local_keys], group, queries="sharded")
         want = qkv.attend(query[: len(own)], key, value)
         torch.testing.assert_close(out, want)
         slopes = (torch.autograd.grad(x.sum(), y)[0] for x, y in ((out, own), (want, query)))
@@ -229,10 +233,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (f(x) for f in self.maps)
-        how: dict[str, Any] = {"score": self.score.build(x.dtype), "mask": "causal"}
+        options: dict[str, Any] = {"score": self.score.build(x.dtype), "mask": "causal"}
         if self.group is None:
-            return qkv.attend(query, key, value, **how)
-        return cluster.attend(query, key, value, self.group, queries="sharded", **how)
+            return qkv.attend(query, key, value, **options)
+        return cluster.attend(query, key, value, self.group, queries="sharded", **options)
 
 
 def check_ddp(group: Any, compiled: bool) -> None:
@@ -242,11 +246,11 @@ def check_ddp(group: Any, compiled: bool) -> None:
     alone, apart = Layer(None).double(), Layer(group).double()
     apart.load_state_dict(alone.state_dict())
     x = torch.randn(9, 4, dtype=torch.float64)
-    mine = _parts(ranks)[0]
+    local_keys = _parts(ranks)[0]
     model: Any = nn.parallel.DistributedDataParallel(apart, process_group=group)
     model = torch.compile(model, backend="eager") if compiled else model
     alone(x).square().sum().div(ranks.size).backward()
-    model(x[mine]).square().sum().backward()
+    model(x[local_keys]).square().sum().backward()
     for (name, a), b in zip(alone.named_parameters(), apart.parameters(), strict=True):
         _near(b.grad, a.grad, name)
 
@@ -255,36 +259,41 @@ def check_compiled(group: Any) -> None:
     """As one operator of a whole graph it gives what the eager call gives, and its gradients."""
     for name in ("lse", "additive", "float mask", "documents", "learned alpha", "dropout"):
         for queries in ("same", "sharded"):
-            given, loss = _compilable(CASES[name], queries, group)
+            inputs, loss = _compilable(CASES[name], queries, group)
             torch._dynamo.reset()
-            totals = loss(*given), torch.compile(loss, backend="aot_eager", fullgraph=True)(*given)
-            want, found = (torch.autograd.grad(x, given, allow_unused=True) for x in totals)
+            totals = (
+                loss(*inputs),
+                torch.compile(loss, backend="aot_eager", fullgraph=True)(*inputs),
+            )
+            want, actual = (torch.autograd.grad(x, inputs, allow_unused=True) for x in totals)
             _near(totals[1], totals[0], f"{name}, {queries}")
-            for i, (a, b) in enumerate(zip(found, want, strict=True)):
+            for i, (a, b) in enumerate(zip(actual, want, strict=True)):
                 _near(a, b, f"{name}, {queries}: gradient {i}")
 
 
 def _compilable(case: Case, queries: Any, group: Any) -> tuple[list[Tensor], Any]:
     """This process's arrays, and a loss of them."""
-    mine, own = _parts(cluster.RankGroup(group))
+    local_keys, own = _parts(cluster.RankGroup(group))
     query, key, value, *learned = (x.detach() for x in case.arrays())
     rows = own if queries == "sharded" else slice(None)
-    fixed = {} if learned else case.how([], mine)
+    fixed = {} if learned else case.build_options([], local_keys)
 
     def loss(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
-        how = case.how(list(learned), mine) if learned else fixed
+        options = case.build_options(list(learned), local_keys) if learned else fixed
         return (
-            _flat(cluster.attend(query, key, value, group, queries=queries, **how)).square().sum()
+            _flat(cluster.attend(query, key, value, group, queries=queries, **options))
+            .square()
+            .sum()
         )
 
-    given = [query[..., rows, :], *(x[..., mine, :] for x in (key, value)), *learned]
-    return [x.clone().requires_grad_() for x in given], loss
+    inputs = [query[..., rows, :], *(x[..., local_keys, :] for x in (key, value)), *learned]
+    return [x.clone().requires_grad_() for x in inputs], loss
 
 
 def check_refusals(group: Any) -> None:
     ranks = cluster.RankGroup(group)
     x = torch.ones(2, 3, requires_grad=True)
-    some = x[: 1 + (ranks.rank == 0)]
+    local = x[: 1 + (ranks.rank == 0)]
 
     def refused(part: str, attempt: Callable[[], Any]) -> None:
         try:
@@ -295,11 +304,11 @@ def check_refusals(group: Any) -> None:
             raise AssertionError(f"no error tells of {part}")
 
     if ranks.size > 1:
-        refused("queries='sharded'", lambda: cluster.attend(some, x, x, group))
+        refused("queries='sharded'", lambda: cluster.attend(local, x, x, group))
     refused("did you mean", lambda: cluster.attend(x, x, x, group, queries="shard"))
     by_row = weightings.Entmax(torch.tensor([[1.5], [1.6]]))
-    how: Any = {"queries": "sharded", "weighting": by_row}
-    refused("for each query", lambda: cluster.attend(x, x, x, group, **how))
+    options: Any = {"queries": "sharded", "weighting": by_row}
+    refused("for each query", lambda: cluster.attend(x, x, x, group, **options))
     out = cluster.attend(x, x, x, group)
     refused("second derivatives", lambda: torch.autograd.grad(out.sum(), x, create_graph=True))
     small = masks.array(torch.ones(2, 3, dtype=torch.bool))
@@ -310,14 +319,14 @@ COMPILED = "DDP, compiled"
 
 
 def _names() -> dict[str, Callable[[Any], None]]:
-    found: dict[str, Callable[[Any], None]] = {}
+    result: dict[str, Callable[[Any], None]] = {}
     for name, case in CASES.items():
         for queries in ("same", "sharded"):
-            found[f"{name}, {queries}"] = lambda group, c=case, q=queries: check(c, q, group)
-    found["DDP"] = lambda group: check_ddp(group, compiled=False)
-    found[COMPILED] = lambda group: check_ddp(group, compiled=True)
-    found["compiled"] = check_compiled
-    return found | {"16 bits": check_half, "few": check_few, "refusals": check_refusals}
+            result[f"{name}, {queries}"] = lambda group, c=case, q=queries: check(c, q, group)
+    result["DDP"] = lambda group: check_ddp(group, compiled=False)
+    result[COMPILED] = lambda group: check_ddp(group, compiled=True)
+    result["compiled"] = check_compiled
+    return result | {"16 bits": check_half, "few": check_few, "refusals": check_refusals}
 
 
 def _sizes(name: str) -> Iterable[int]:
@@ -327,7 +336,7 @@ def _sizes(name: str) -> Iterable[int]:
     if name == "compiled":
         return (1, 2)
     case = CASES.get(name.partition(",")[0])
-    return (2, 3) if case is not None and case.how not in CHECKED else range(1, WORLD + 1)
+    return (2, 3) if case is not None and case.build_options not in CHECKED else range(1, WORLD + 1)
 
 
 CHECKS = _names()
@@ -335,7 +344,7 @@ PAIRS = sample([(name, size) for name in CHECKS for size in _sizes(name)], 40)
 """The names of the checks, each with a number of processes."""
 
 
-def work(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     file = Path(folder, "meet").as_uri()
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=WORLD)
@@ -352,8 +361,10 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def together(folder: Path) -> list[dict[tuple[str, int], str]]:
+def run_ranks(folder: Path) -> list[dict[tuple[str, int], str]]:
     """What went wrong on each process, by the check and the size of the group; "" is nothing."""
     multiprocessing.set_forkserver_preload([__name__])  # torch is imported once, not four times
-    multiprocessing.start_processes(work, (str(folder),), nprocs=WORLD, start_method="forkserver")
+    multiprocessing.start_processes(
+        run_rank, (str(folder),), nprocs=WORLD, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

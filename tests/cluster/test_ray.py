@@ -42,11 +42,11 @@ def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with Cluster(path, shards=2, timeout=600) as c:
                 answers_and_gradients(D, c)
                 deaths(D, c)
-                written(D, c)
+                check_writes(D, c)
             replicas(D, path)
-        served(path)
-        lost(path, tmp_path)
-        refused(path, tmp_path)
+        check_served(path)
+        check_lost_stores(path, tmp_path)
+        check_errors(path, tmp_path)
     finally:
         ray.shutdown()
 
@@ -73,31 +73,31 @@ def answers_and_gradients(D: qkv.Database, c: Cluster) -> None:
 
 def deaths(D: qkv.Database, c: Cluster) -> None:
     """No answer is wrong while shards are killed, and all are there."""
-    want, found = D.attend(QUERY), []
+    want, actual = D.attend(QUERY), []
     stop = threading.Event()
 
     def load() -> None:
         while not stop.is_set():
-            found.append(c.attend(QUERY))
+            actual.append(c.attend(QUERY))
 
     thread = threading.Thread(target=load)
     thread.start()
     try:
         for process in c.process_ids():
             os.kill(process, signal.SIGKILL)
-        seen = len(found)
+        seen = len(actual)
         end = time.monotonic() + 600
-        while len(found) < seen + 3 and time.monotonic() < end:
+        while len(actual) < seen + 3 and time.monotonic() < end:
             time.sleep(0.05)
     finally:
         stop.set()
         thread.join()
-    assert len(found) >= seen + 3
-    for out in found:
+    assert len(actual) >= seen + 3
+    for out in actual:
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
-def written(D: qkv.Database, c: Cluster) -> None:
+def check_writes(D: qkv.Database, c: Cluster) -> None:
     c.add(np.ones((2, 8), "f4"), np.zeros((2, 3), "f4"))
     assert len(c) == len(D) == 602
     np.testing.assert_array_equal(c[np.ones(8, "f4")], np.zeros(3))
@@ -117,7 +117,7 @@ def replicas(D: qkv.Database, path: Path) -> None:
         assert len(stopped) == 2
 
 
-def served(path: Path) -> None:
+def check_served(path: Path) -> None:
     served = open_sources([path], shards=1)
     try:
         with TestClient(
@@ -133,24 +133,24 @@ def served(path: Path) -> None:
         served.close()
 
 
-def lost(path: Path, folder: Path) -> None:
+def check_lost_stores(path: Path, folder: Path) -> None:
     """Stores whose disk is gone: an error, or a partial answer."""
     places = [folder / f"{i}.qkv" for i in range(2)]
     qkv.cluster.split(path, places)
     free = {"num_cpus": 0}
     with Cluster(places, options=free, timeout=600, partial=True) as c:
-        whole = c.ask(QUERY[0]).weights
+        full = c.ask(QUERY[0]).weights
         places[1].rename(folder / "gone")
         os.kill(c.process_ids()[1], signal.SIGKILL)
         part = c.ask(QUERY[0])
-        wrong = 0.5 * np.abs(whole - part.weights).sum()
+        wrong = 0.5 * np.abs(full - part.weights).sum()
         assert 0 < wrong <= part.error_bound <= 1
         c._shard_set.partial = False
         with pytest.raises(LostShardError, match="does not exist"):
             c.ask(QUERY[0])
 
 
-def refused(path: Path, folder: Path) -> None:
+def check_errors(path: Path, folder: Path) -> None:
     with pytest.raises(ArgumentError, match="Ray has"):
         Cluster(path, shards=99)
     with pytest.raises(qkv.QkvError, match="does not exist"):

@@ -67,20 +67,20 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def made(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
+def build_shards(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
     """The database, and the paths of the stores that hold its rows."""
     place = folder / str(next(NUMBERS))
-    whole = f"{place}-all.qkv"
-    with qkv.open(whole, key="k", value="v") as D:
+    full = f"{place}-all.qkv"
+    with qkv.open(full, key="k", value="v") as D:
         half = len(case["key"]) // 2
-        for some in (slice(0, half), slice(half, None)):
-            rows = zip(case["key"][some], case["value"][some], strict=True)
+        for part in (slice(0, half), slice(half, None)):
+            rows = zip(case["key"][part], case["value"][part], strict=True)
             D.extend([{"k": k, "v": v, "n": i} for i, (k, v) in enumerate(rows)])
-    places = [whole]
+    places = [full]
     if case["stores"] > 1:
         places = [f"{place}-{i}.qkv" for i in range(case["stores"])]
-        split(whole, places)
-    return qkv.open(whole), places
+        split(full, places)
+    return qkv.open(full), places
 
 
 def test_equal_rows_of_huge_scores_share_their_weight(tmp_path: Path) -> None:
@@ -89,21 +89,21 @@ def test_equal_rows_of_huge_scores_share_their_weight(tmp_path: Path) -> None:
         for i, k in enumerate(key):
             D.extend([{"k": k, "v": float(i)}])
     with cluster([str(tmp_path / "a.qkv")], 2) as c:
-        found = c.ask(key[:1], score="dot", weighting=weightings.Softmax(1e-39))[0]
-    np.testing.assert_allclose(np.asarray(found.weights), np.full(3, 1 / 3), rtol=1e-6)
-    assert found.value == pytest.approx(1.0)
+        result = c.ask(key[:1], score="dot", weighting=weightings.Softmax(1e-39))[0]
+    np.testing.assert_allclose(np.asarray(result.weights), np.full(3, 1 / 3), rtol=1e-6)
+    assert result.value == pytest.approx(1.0)
 
 
 @settings(max_examples=40, **QUIET)
 @given(cases())
 def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any]) -> None:
-    D, places = made(tmp_path, case)
-    how: dict[str, Any] = {"score": case["pair"][0], "weighting": case["pair"][1], "top": 4}
+    D, places = build_shards(tmp_path, case)
+    options: dict[str, Any] = {"score": case["pair"][0], "weighting": case["pair"][1], "top": 4}
     if case["where"]:
-        how["where"] = "n < 12"
+        options["where"] = "n < 12"
     dies = lambda: case["rng"].random() < 0.2  # noqa: E731
     with D, cluster(places, case["shards"], dies=dies) as c:
-        pairs = zip(D.ask(case["query"], **how), c.ask(case["query"], **how), strict=True)
+        pairs = zip(D.ask(case["query"], **options), c.ask(case["query"], **options), strict=True)
         for one, other in pairs:
             near = {"rtol": 1e-6, "atol": 1e-6}
             np.testing.assert_allclose(other.weights, one.weights, **near)
@@ -115,8 +115,8 @@ def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any])
             if case["pair"][1] == "hard":
                 assert [row.index for row in other.rows] == [row.index for row in one.rows]
         if case["pair"][0] != "exact":
-            del how["top"]
-            out, want = (x.attend(case["query"], **how) for x in (c, D))
+            del options["top"]
+            out, want = (x.attend(case["query"], **options) for x in (c, D))
             np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
 
 
@@ -124,17 +124,17 @@ def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any])
 def test_of_rows_alike_in_several_shards_the_lowest_come_first(tmp_path: Path, score: Any) -> None:
     rng = np.random.default_rng(3)
     # Eighths: no product is rounded, which equal rows of one matrix can be in two ways.
-    some = np.round(8 * rng.normal(size=(5, 3))) / 8
-    keys = np.repeat(some[:4], 3, axis=0)[rng.permutation(12)]
-    whole, two = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(2)]
-    with qkv.open(whole) as D:
+    queries = np.round(8 * rng.normal(size=(5, 3))) / 8
+    keys = np.repeat(queries[:4], 3, axis=0)[rng.permutation(12)]
+    full, two = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(2)]
+    with qkv.open(full) as D:
         D.add(keys, rng.normal(size=12))
-        split(whole, two)
+        split(full, two)
         shards = cluster(two, 2)
-        for query in [keys[0], some[4], 50 * keys[1]]:
-            found, want = (x.ask(query, score=score, top=12).rows for x in (shards, D))
-            assert all(row.weight > 0 for row in found)
-            assert [row.index for row in found][: len(want)] == [row.index for row in want]
+        for query in [keys[0], queries[4], 50 * keys[1]]:
+            actual, want = (x.ask(query, score=score, top=12).rows for x in (shards, D))
+            assert all(row.weight > 0 for row in actual)
+            assert [row.index for row in actual][: len(want)] == [row.index for row in want]
 
 
 @pytest.mark.parametrize("where", [None, "n > 2"])
@@ -145,24 +145,27 @@ def test_rows_that_are_nearly_alike_come_by_their_weights(tmp_path: Path, where:
     for _ in range(30):
         steps.append(near(steps[-1], np.float32(9)))
     keys = np.repeat(np.array(steps)[rng.permutation(31)], 2)[:, None]
-    whole, three = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(3)]
-    with qkv.open(whole, key="k", value="v") as D:
+    full, three = str(tmp_path / "whole.qkv"), [str(tmp_path / f"{i}.qkv") for i in range(3)]
+    with qkv.open(full, key="k", value="v") as D:
         D.extend([{"k": key, "v": float(rng.normal()), "n": n} for n, key in enumerate(keys)])
-        split(whole, three)
-        shards, how = cluster(three, 3), {"score": "dot", "top": 62, "where": where}
-        found, want = (x.ask(np.ones(1, "f4"), **how) for x in (shards, D))
-        score = [-float(keys[row.index, 0]) for row in found.rows]
-        order = [row.index for row in found.rows]
+        split(full, three)
+        shards, options = cluster(three, 3), {"score": "dot", "top": 62, "where": where}
+        actual, want = (x.ask(np.ones(1, "f4"), **options) for x in (shards, D))
+        score = [-float(keys[row.index, 0]) for row in actual.rows]
+        order = [row.index for row in actual.rows]
         assert order == [at for _, at in sorted(zip(score, order, strict=True))]
         assert order == [row.index for row in want.rows]
-        weights = [row.weight for row in found.rows]
+        weights = [row.weight for row in actual.rows]
         assert weights == sorted(weights, reverse=True)
-        assert [found.weights[at] for at in order] == weights
+        assert [actual.weights[at] for at in order] == weights
 
 
 @pytest.mark.parametrize(
     ("score", "weighting"),
-    [(scores.Gaussian(1e-25), how) for how in ("softmax", "hard", "sparsemax", weightings.TopK(3))]
+    [
+        (scores.Gaussian(1e-25), weighting)
+        for weighting in ("softmax", "hard", "sparsemax", weightings.TopK(3))
+    ]
     + [(None, weightings.Softmax(1e-39))],
 )
 def test_scores_that_float32_does_not_hold(store: str, score: Any, weighting: Any) -> None:
@@ -183,13 +186,13 @@ def test_a_bound_counts_how_scores_are_rounded(tmp_path: Path) -> None:
     with cluster([place], 2, partial=True) as c:
         c._shard_set.workers.lost = {1}  # type: ignore[attr-defined]
         for query in np.linspace(1500, 2500, 12):
-            for how in (
+            for options in (
                 {"score": "gaussian"},
                 {"score": "dot"},
                 {"score": scores.Laplace(0.01)},
                 {"score": "dot", "weighting": weightings.Softmax(1e-39)},
             ):
-                assert c.ask(np.full(2, query), **how).error_bound >= 0.5  # half of equal rows
+                assert c.ask(np.full(2, query), **options).error_bound >= 0.5  # half of equal rows
 
 
 def test_shards_are_weighed_by_all_digits(tmp_path: Path) -> None:
@@ -199,11 +202,11 @@ def test_shards_are_weighed_by_all_digits(tmp_path: Path) -> None:
     with qkv.open(place) as D, cluster([place], 3) as c:
         D.add(key, np.arange(60.0))
         c._shard_set.refresh_versions()
-        for how in (
+        for options in (
             {"score": "dot", "weighting": weightings.Softmax(512.0)},
             {"score": "gaussian"},
         ):
-            one, other = (x.ask(np.array([2048.0]), **how) for x in (D, c))
+            one, other = (x.ask(np.array([2048.0]), **options) for x in (D, c))
             np.testing.assert_allclose(other.weights, one.weights, atol=1e-6)
             assert abs(one.lse) > 4000
 
@@ -216,18 +219,18 @@ def test_a_partial_answer_is_within_its_bound(
     score, weighting = case["pair"]
     if not weightings.resolve(weighting).is_convex:
         weighting = "softmax"
-    D, places = made(tmp_path, case)
+    D, places = build_shards(tmp_path, case)
     with D, cluster(places, case["shards"], partial=True) as c:
         held = sorted({shard for shard, _ in c._view.snapshot.slices})
         lost = data.draw(st.sets(st.sampled_from(held), min_size=1))
         c._shard_set.workers.lost = lost
-        how = {"score": score, "weighting": weighting}
+        options = {"score": score, "weighting": weighting}
         if lost == set(held):
             with pytest.raises(LostShardError):
-                c.ask(case["query"], **how)
+                c.ask(case["query"], **options)
             return
         for one, other in zip(
-            D.ask(case["query"], **how), c.ask(case["query"], **how), strict=True
+            D.ask(case["query"], **options), c.ask(case["query"], **options), strict=True
         ):
             wrong = 0.5 * np.abs(one.weights - other.weights).sum()
             assert wrong <= other.error_bound + 1e-7
@@ -350,10 +353,10 @@ def test_it_is_shown_as_a_database_is(tmp_path: Path) -> None:
     with qkv.open(path) as D:
         D.add([f"name {i}" for i in range(5)], [f"m{i}" for i in range(5)])
         with cluster([path], 2) as c:
-            (ours,), (whole,) = (build_views(x) for x in (c, D))
-            assert ours["title"] == whole["title"] == "names"
-            assert ours["data"]["rows"] == whole["data"]["rows"]
-            weights = [view["data"]["answer"]["weights"] for view in (ours, whole)]
+            (ours,), (full,) = (build_views(x) for x in (c, D))
+            assert ours["title"] == full["title"] == "names"
+            assert ours["data"]["rows"] == full["data"]["rows"]
+            weights = [view["data"]["answer"]["weights"] for view in (ours, full)]
             np.testing.assert_allclose(*weights, atol=1e-6)
             assert c.to_html().startswith("<!doctype html>")
             assert list(c.swap().items()) == list(D.swap().items())
@@ -401,13 +404,13 @@ def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: b
 
 @pytest.mark.parametrize("stores", [1, 2])
 def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
-    whole, rng = str(tmp_path / "all.qkv"), np.random.default_rng(0)
-    with qkv.open(whole) as D:
+    full, rng = str(tmp_path / "all.qkv"), np.random.default_rng(0)
+    with qkv.open(full) as D:
         D.add([f"key {i}" for i in range(8)], [float(i) for i in range(8)])
-    places = [whole]
+    places = [full]
     if stores == 2:
         places = [str(tmp_path / f"{i}.qkv") for i in range(2)]
-        split(whole, places)
+        split(full, places)
     with cluster(places, 2, dies=lambda: rng.random() < 0.2) as c:
         c.add("key 8", 8.0)
         c.add(["key 9", "key 10"], [9.0, 10.0])
@@ -425,8 +428,8 @@ def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
         assert len(c) == 13 and c["key 9"] == 9.0 and c["key 3"] == 33.0
         with pytest.raises(KeyError):
             c.remove("key 0")
-    found = {key: value for place in places for key, value in qkv.open(place).items()}
-    assert found == {f"key {i}": float(i) for i in range(1, 14)} | {"key 3": 33.0}
+    result = {key: value for place in places for key, value in qkv.open(place).items()}
+    assert result == {f"key {i}": float(i) for i in range(1, 14)} | {"key 3": 33.0}
 
 
 @pytest.mark.parametrize("stores", [1, 2])
@@ -524,10 +527,10 @@ def test_what_a_bucket_names_stays_in_the_cache(
     """Keys of object storage are any text: those that are no file of a store are not copied."""
     fsspec = pytest.importorskip("fsspec")
     local = fsspec.filesystem("file")
-    found = local.find(store, detail=True)
+    result = local.find(store, detail=True)
     for name in ("../../escaped", "../escaped", "deep/lock", "evil.py"):
-        found[f"{store}/{name}"] = {"size": 1}
-    monkeypatch.setattr(type(local), "find", lambda self, root, detail: found)
+        result[f"{store}/{name}"] = {"size": 1}
+    monkeypatch.setattr(type(local), "find", lambda self, root, detail: result)
 
     def get(self: Any, source: str, target: str) -> None:
         Path(target).write_bytes(Path(source).read_bytes() if Path(source).exists() else b"x")
@@ -593,19 +596,19 @@ def test_bounds_of_shards_merge(
     place = str(tmp_path / f"{next(NUMBERS)}.qkv")
     query = key[:2] * rng.uniform(0.2, 1.5)
     dies = lambda: rng.random() < 0.2  # noqa: E731
-    how: dict[str, Any] = {"score": by[0], "weighting": weightings.Softmax(by[1]), "top": 4}
-    how["where"] = "n < 150" if where else None
+    options: dict[str, Any] = {"score": by[0], "weighting": weightings.Softmax(by[1]), "top": 4}
+    options["where"] = "n < 150" if where else None
     with qkv.open(place, key="k", value="v") as D:
         D.extend([{"k": k, "v": k[:2], "n": i} for i, k in enumerate(key)])
         with cluster([place], shards, dies=dies) as c:
-            near = c.ask(query, tolerance=tolerance, **how)
-            for found, true in zip(near, D.ask(query.astype(float), **how), strict=True):
-                error = 0.5 * np.abs(found.weights - true.weights).sum()
-                assert error <= found.error_bound + 1e-6 and found.error_bound <= tolerance
-                assert "codes of" in found.engine and found.rows_read <= 400
-                assert abs(found.lse - true.lse) < 2 * tolerance + 1e-5 * abs(true.lse) + 1e-5
-                np.testing.assert_allclose(found.value, found.weights @ key[:, :2], atol=1e-5)
-                assert true.weights[found.rows[0].index] >= true.rows[0].weight - 2 * tolerance
+            near = c.ask(query, tolerance=tolerance, **options)
+            for result, true in zip(near, D.ask(query.astype(float), **options), strict=True):
+                error = 0.5 * np.abs(result.weights - true.weights).sum()
+                assert error <= result.error_bound + 1e-6 and result.error_bound <= tolerance
+                assert "codes of" in result.engine and result.rows_read <= 400
+                assert abs(result.lse - true.lse) < 2 * tolerance + 1e-5 * abs(true.lse) + 1e-5
+                np.testing.assert_allclose(result.value, result.weights @ key[:, :2], atol=1e-5)
+                assert true.weights[result.rows[0].index] >= true.rows[0].weight - 2 * tolerance
 
 
 def test_bounds_of_shards_count_from_one_unit(
@@ -616,26 +619,26 @@ def test_bounds_of_shards_count_from_one_unit(
     rng = np.random.default_rng(4)
     key = rng.normal(size=(3000, 48)).astype(np.float32)
     place, query = str(tmp_path / "d.qkv"), key[:4] * 0.7
-    how: dict[str, Any] = {"score": scores.Gaussian(3.0), "weighting": weightings.Softmax(0.3)}
-    true = how["score"](query.astype(float), key.astype(float)) / 0.3
+    options: dict[str, Any] = {"score": scores.Gaussian(3.0), "weighting": weightings.Softmax(0.3)}
+    true = options["score"](query.astype(float), key.astype(float)) / 0.3
     lse = np.logaddexp.reduce(true, axis=1)
     with qkv.open(place) as D:
         D.add(key, np.arange(3000.0))
-        out = D.attend(query, **how)
+        out = D.attend(query, **options)
     with cluster([place], 3) as c:
-        near = c.ask(query, tolerance=0.01, **how)
+        near = c.ask(query, tolerance=0.01, **options)
         rough = c.ask(query[0], score="laplace", tolerance=0.01)
         assert rough.error_bound == 0 and "Laplace is not linear in the key" in rough.engine
         monkeypatch.setattr("qkv.cluster.query.MAX_SCORES_PER_BATCH", 3 * 3000)  # 3 queries, then 1
-        some = c.attend(torch.from_numpy(query), tolerance=0.01, **how)
-        np.testing.assert_allclose(some[:, 0], [x.value for x in near], rtol=1e-3)
-        assert (np.abs(some.numpy() - out) <= 0.02 * 3000).all() and not torch.equal(
-            some, c.attend(torch.from_numpy(query), **how)
+        output = c.attend(torch.from_numpy(query), tolerance=0.01, **options)
+        np.testing.assert_allclose(output[:, 0], [x.value for x in near], rtol=1e-3)
+        assert (np.abs(output.numpy() - out) <= 0.02 * 3000).all() and not torch.equal(
+            output, c.attend(torch.from_numpy(query), **options)
         )
-    for found, s, whole in zip(near, true, lse, strict=True):
-        assert 0.5 * np.abs(found.weights - np.exp(s - whole)).sum() <= found.error_bound <= 0.01
-        assert "codes of" in found.engine and 0 < found.rows_read < 3000
-        assert abs(found.lse - whole) < 0.02
+    for result, s, full in zip(near, true, lse, strict=True):
+        assert 0.5 * np.abs(result.weights - np.exp(s - full)).sum() <= result.error_bound <= 0.01
+        assert "codes of" in result.engine and 0 < result.rows_read < 3000
+        assert abs(result.lse - full) < 0.02
 
 
 def test_a_partial_answer_in_8_bits_counts_what_codes_lost(tmp_path: Path) -> None:
@@ -650,12 +653,12 @@ def test_a_partial_answer_in_8_bits_counts_what_codes_lost(tmp_path: Path) -> No
     with cluster([place], 3, partial=True) as c:
         c._shard_set.workers.lost = {2}
         for query in rng.normal(size=(20, 48)).astype(np.float32):
-            found = c.ask(query, score="dot", tolerance=0.9)
+            result = c.ask(query, score="dot", tolerance=0.9)
             s = key.astype(float) @ query
             alpha = np.exp(s - s.max())
-            off.append(0.5 * np.abs(found.weights - alpha / alpha.sum()).sum())
-            assert off[-1] <= found.error_bound < 0.9
-            assert c.ask(query, score="dot").error_bound < found.error_bound  # as its codes say
+            off.append(0.5 * np.abs(result.weights - alpha / alpha.sum()).sum())
+            assert off[-1] <= result.error_bound < 0.9
+            assert c.ask(query, score="dot").error_bound < result.error_bound  # as its codes say
     assert max(off) > 1e-4
 
 
@@ -666,11 +669,11 @@ def test_shards_in_8_bits_prove_softmax_alone(tmp_path: Path) -> None:
         D.add(key, key[:, :2])
     with cluster([place], 2) as c:
         assert 0 < c.ask(key[0], tolerance=0.5).error_bound <= 0.5
-        for asked in (c.ask, c.attend):
+        for method in (c.ask, c.attend):
             with pytest.raises(
                 CombinationError, match=r"8-bit vectors supports it only for softmax"
             ):
-                asked(key[0], tolerance=0.5, weighting="hard")
+                method(key[0], tolerance=0.5, weighting="hard")
         assert c.ask(key[0], weighting="hard").error_bound == 0  # as its codes say
 
 
@@ -686,8 +689,10 @@ def test_arrays_are_keys_of_several_numbers(tmp_path: Path) -> None:
                 assert c.ask(query).value == pytest.approx(D.ask(tuple(keys[3])).value, rel=1e-5)
                 assert c[query] == values[3]
                 np.testing.assert_allclose(c.attend(query), D.attend(query), rtol=1e-5)
-            asked = torch.tensor(keys[:2], requires_grad=True)
-            grads = [torch.autograd.grad(x.attend(asked).sum(), asked)[0] for x in (c, D)]
+            query_tensor = torch.tensor(keys[:2], requires_grad=True)
+            grads = [
+                torch.autograd.grad(x.attend(query_tensor).sum(), query_tensor)[0] for x in (c, D)
+            ]
             torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
             assert grads[0].abs().min() > 0
 
@@ -705,8 +710,8 @@ def test_a_cluster_uses_the_calibration_of_its_store(tmp_path: Path, parts: int)
         split(places[0], targets := [tmp_path / f"{i}.qkv" for i in range(parts)])
         places = [str(target) for target in targets]
     with cluster(places, shards=2) as c:
-        found = [[row.key for row in c.ask(name[1:]).prediction_set] for name in names[:9]]
-        assert found == expected and any(expected)
+        actual = [[row.key for row in c.ask(name[1:]).prediction_set] for name in names[:9]]
+        assert actual == expected and any(expected)
         with pytest.raises(CombinationError, match=r"qkv.open\(path\).calibrate\(pairs\)"):
             c.calibrate([("a", names[0])])
         c.add([f"new{i}" for i in range(50)], list(range(50)))

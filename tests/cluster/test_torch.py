@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 
 from qkv.cluster import custom_op  # noqa: E402
 from qkv.cluster import torch as cluster  # noqa: E402
-from tests.cluster.process_group_checks import PAIRS, together  # noqa: E402
+from tests.cluster.process_group_checks import PAIRS, run_ranks  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
     """What each of four processes finds wrong, in groups of one to four."""
-    return together(tmp_path_factory.mktemp("ranks"))
+    return run_ranks(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(("name", "size"), PAIRS)
@@ -33,7 +33,7 @@ def test_without_a_group():
 
 def test_names_are_spelled_for_a_graph_as_they_are():
     arguments = {'a "quoted" name': "back\\slash and\nline", "plain": [1, 0.5, None, True]}
-    found = custom_op.decode_arguments(
+    result = custom_op.decode_arguments(
         json.loads(custom_op.encode_arguments(arguments, []), strict=False), []
     )
-    assert found == arguments | {"plain": (1, 0.5, None, True)}
+    assert result == arguments | {"plain": (1, 0.5, None, True)}

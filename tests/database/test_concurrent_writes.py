@@ -27,7 +27,7 @@ def hurried():
     sys.setswitchinterval(before)
 
 
-def together(*works):
+def run_in_threads(*works):
     """Run these in a thread each; what they raised."""
     faults = []
 
@@ -58,21 +58,21 @@ def test_updates_from_threads_leave_one_row_for_a_key(names, hurried):
         for i in range(6):
             names.update("Li", i)
 
-    assert together(*[update] * 8) == []
+    assert run_in_threads(*[update] * 8) == []
     assert names.get_all("Li") == [5] and len(names) == 2
     assert names.version == 1 + 8 * 6
 
 
 def test_first_rows_from_threads_fix_one_schema(names, hurried):
     works = [lambda i=i: names.add([f"key {i}", f"other {i}"], [i, i]) for i in range(8)]
-    assert together(*works) == []
+    assert run_in_threads(*works) == []
     assert len(names) == 16 and names["key 3"] == 3
     assert names.ask("key 3", weighting="hard").value == 3
 
 
 def test_removing_from_threads_takes_each_row_once(names, hurried):
     names.add(["Li"] * 3 + ["Hu"], [1, 2, 3, 4])
-    faults = together(*[lambda: names.remove("Li")] * 4)
+    faults = run_in_threads(*[lambda: names.remove("Li")] * 4)
     assert [type(fault) for fault in faults] == [qkv.database.KeyNotFoundError] * 3
     assert list(names) == ["Hu"] and names.version == 2
 
@@ -96,7 +96,7 @@ def test_asking_while_others_write_and_compact(names, hurried):
         finally:
             done.set()
 
-    assert together(read, read, write) == []
+    assert run_in_threads(read, read, write) == []
 
 
 def test_a_compaction_in_the_middle_of_a_look(names, monkeypatch):
@@ -147,7 +147,7 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
         segment.unlink()
     else:
         segment.write_bytes(segment.read_bytes()[:-100])
-    assert [problem.file for problem in qkv.database.check(path)] == [segment.name]
+    assert [problem.file for problem in qkv.database.check_store(path)] == [segment.name]
     with qkv.open(path) as D:
         with pytest.raises(StoreDamagedError, match=segment.name):
             D.ask("key 3")
@@ -162,7 +162,7 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
         assert list(D) == [key for key in keys if key != "key 4"]
     with qkv.open(path) as D:
         D.compact()
-    assert qkv.database.check(path) == []
+    assert qkv.database.check_store(path) == []
 
 
 def test_vectors_whose_segment_is_lost_are_not_made_up(tmp_path, monkeypatch):

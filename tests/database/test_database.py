@@ -21,7 +21,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.database import Database, KeyNotFoundError
 from qkv.database.errors import SkippedRowsWarning, StoreDamagedError
-from qkv.database.storage import check, limits
+from qkv.database.storage import check_store, limits
 from qkv.engines import streaming
 from qkv.errors import (
     ArgumentError,
@@ -53,11 +53,11 @@ def make(request, tmp_path):
     """Database(...), in memory or on disk."""
     made = []
 
-    def build(data=None, values=None, **how):
+    def build(data=None, values=None, **options):
         if request.param == "memory":
-            D = Database(**how)
+            D = Database(**options)
         else:
-            D = qkv.open(tmp_path / f"{len(made)}.qkv", **how)
+            D = qkv.open(tmp_path / f"{len(made)}.qkv", **options)
         made.append(D)
         if values is not None:
             D.add(data, values)
@@ -114,8 +114,8 @@ def test_keys_and_values_of_any_type_come_back(make, keys, values):
     for key, value in zip(keys, values, strict=True):
         np.testing.assert_equal(D[key], value)
         assert key in D
-    for found, key in zip(D, keys, strict=True):
-        np.testing.assert_equal(found, key)
+    for result, key in zip(D, keys, strict=True):
+        np.testing.assert_equal(result, key)
 
 
 def test_keys_may_repeat_and_the_newest_counts(make):
@@ -179,11 +179,11 @@ def test_a_key_that_equals_nothing_is_refused(make, key):
 def test_a_vector_with_nan_is_named_by_its_row():
     keys = np.eye(3)
     keys[2, 1] = np.nan
-    for given in keys, list(keys):
+    for batch in keys, list(keys):
         with pytest.raises(
             ArgumentError, match=r"key 2 \(column key\): a key must not contain NaN"
         ):
-            qkv.Database(given, [1.0, 2.0, 3.0])
+            qkv.Database(batch, [1.0, 2.0, 3.0])
 
 
 def test_the_first_rows_fix_the_types(make):
@@ -255,8 +255,8 @@ def test_a_column_of_vectors_of_any_library_is_one(made):
     N = Database.from_columns({"at": made(rows), "name": polars.Series(["a", "b"])}, key="name")
     assert D.info()["key_kind"] == "vector" and D[np.array(rows[1])] == "b"
     np.testing.assert_array_equal(N["b"], rows[1])
-    asked, known = D.ask(made(rows)), D.ask(np.array(rows))
-    assert [one.rows[0].weight for one in asked] == [one.rows[0].weight for one in known]
+    answer, known = D.ask(made(rows)), D.ask(np.array(rows))
+    assert [one.rows[0].weight for one in answer] == [one.rows[0].weight for one in known]
     assert N.ask(pyarrow.array(["b"]))[0].rows[0].key == "b"
 
 
@@ -382,7 +382,7 @@ def test_text_that_is_no_text_is_refused(make):
 
 
 @pytest.mark.filterwarnings("default::qkv.database.errors.SkippedRowsWarning")
-def test_the_rows_beside_a_damaged_segment_answer(tmp_path):
+def test_rows_outside_a_damaged_segment_answer(tmp_path):
     path = tmp_path / "d.qkv"
     with qkv.open(path) as D:
         D.add(np.arange(5000.0), np.arange(5000.0))
@@ -441,19 +441,19 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
     with qkv.open(path) as D:
         D.add(np.random.default_rng(0).normal(size=(9000, 8)), np.arange(9000.0))
         [segment] = path.glob("segment-*")
-        asked = []
+        calls = []
 
         def score(query, key):
-            found = query @ key.T
-            asked.append(len(key))
+            result = query @ key.T
+            calls.append(len(key))
             os.truncate(segment, 100)
-            return found
+            return result
 
         with pytest.raises(
             StoreDamagedError, match=r"truncated while it was open|is damaged: it has 100 bytes"
         ):
             D.ask(np.ones(8), score=score)
-        assert len(asked) == 1
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("vectors", [True, False])
@@ -466,12 +466,14 @@ def test_rows_whose_vectors_are_lost_are_reported_and_can_be_skipped(tmp_path, v
     with contextlib.closing(sqlite3.connect(tmp_path / "d.qkv" / "catalogue.sqlite")) as catalogue:
         catalogue.execute("DELETE FROM resting WHERE id IN (2, 5)")
         catalogue.commit()
-    [problem] = check(tmp_path / "d.qkv")
+    [problem] = check_store(tmp_path / "d.qkv")
     assert "2 rows have lost their tensors; the first is row 2" in problem.what
     with qkv.open(tmp_path / "d.qkv") as D:
-        looks = [lambda: D.ask(keys[0]), lambda: D.ask(keys[0], where="value > 1")]
-        looks += [lambda: list(D.values()), lambda: D.get_all(keys[2]), D.encode] if vectors else []
-        for look in looks:
+        lookups = [lambda: D.ask(keys[0]), lambda: D.ask(keys[0], where="value > 1")]
+        lookups += (
+            [lambda: list(D.values()), lambda: D.get_all(keys[2]), D.encode] if vectors else []
+        )
+        for look in lookups:
             with pytest.raises(
                 StoreDamagedError, match=r"the vectors of row 2.* lost.*skip_damaged=True"
             ):
@@ -485,7 +487,7 @@ def test_rows_whose_vectors_are_lost_are_reported_and_can_be_skipped(tmp_path, v
         with qkv.open(tmp_path / "d.qkv") as D:
             D.encode()
             assert D.ask(keys[2], weighting="hard").value == 2.0
-        assert check(tmp_path / "d.qkv") == []
+        assert check_store(tmp_path / "d.qkv") == []
 
 
 def test_a_store_that_lost_its_settings_is_damaged(tmp_path):
@@ -677,9 +679,9 @@ def test_attend_is_qkv_attend_with_gradients(make, width):
     true = qkv.attend(q, k, v)
     torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6)
     g = torch.tensor(rng.normal(size=(3, width)))
-    (found,) = torch.autograd.grad(out, q, g)
-    (wanted,) = torch.autograd.grad(true, q, g)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    (actual,) = torch.autograd.grad(out, q, g)
+    (expected,) = torch.autograd.grad(true, q, g)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     one = D.attend(q[0])
     torch.testing.assert_close(one, true[0], rtol=1e-5, atol=1e-6)
 
@@ -713,18 +715,20 @@ def test_widths_are_in_the_units_of_the_keys(make, score):
     gpa = np.array([2.41, 2.78, 3.0, 3.2, 3.45, 3.6, 3.98])
     pay = np.array([60.0, 66.0, 61.0, 75.0, 78.0, 81.0, 99.0])
     weighting = "normalized" if isinstance(score, scores.Triangular) else "softmax"
-    wanted = qkv.attend(
+    expected = qkv.attend(
         np.array([[3.5]]), gpa[:, None], pay[:, None], score=score, weighting=weighting
     )
     D = make(gpa.tolist(), pay.tolist())
-    assert D.ask(3.5, score=score, weighting=weighting).value == pytest.approx(wanted.item(), 1e-6)
+    assert D.ask(3.5, score=score, weighting=weighting).value == pytest.approx(
+        expected.item(), 1e-6
+    )
     two = make([(x, 2 * x) for x in gpa.tolist()], pay.tolist())
     keys = np.stack([gpa, 2 * gpa], axis=1)
-    wanted = qkv.attend(
+    expected = qkv.attend(
         np.array([[3.5, 7.0]]), keys, pay[:, None], score=score, weighting=weighting
     )
-    asked = two.ask((3.5, 7.0), score=score, weighting=weighting)
-    assert asked.value == pytest.approx(wanted.item(), 1e-5)
+    answer = two.ask((3.5, 7.0), score=score, weighting=weighting)
+    assert answer.value == pytest.approx(expected.item(), 1e-5)
 
 
 def test_attend_takes_where(make):

@@ -84,8 +84,8 @@ def test_a_number_is_asked_as_its_text_too():
 
 
 def test_a_date_is_asked_in_every_form():
-    asked = datetime.date(2020, 6, 1)
-    forms = [asked, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]
+    day = datetime.date(2020, 6, 1)
+    forms = [day, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]
     many = np.array(["2020-06-01", "2020-06-01"], "M8[D]")
     values = [DATES.ask(form).value for form in forms] + [x.value for x in DATES.ask(many)]
     assert values == [values[0]] * 6 and round(values[0], 3) == 1.390
@@ -257,13 +257,13 @@ def test_a_score_or_weighting_of_another_framework_is_refused_as_attend_does():
     torch = pytest.importorskip("torch")
     key = np.random.default_rng(0).normal(size=(5, 3))
     D, one = qkv.Database(key, key), torch.tensor(1.5, dtype=torch.float64)
-    for how in ({"weighting": weightings.Softmax(one)}, {"score": scores.Gaussian(one)}):
-        says = f"query is an array of numpy but {next(iter(how))} is one of torch: convert"
+    for options in ({"weighting": weightings.Softmax(one)}, {"score": scores.Gaussian(one)}):
+        says = f"query is an array of numpy but {next(iter(options))} is one of torch: convert"
         for function in (qkv.attend, D.ask, D.attend):
-            given = (key, key, key) if function is qkv.attend else (key[:1],)
+            inputs = (key, key, key) if function is qkv.attend else (key[:1],)
             with pytest.raises(FrameworkError, match=says):
-                function(*given, **how)
-        assert torch.is_tensor(D.attend(torch.tensor(key), **how))
+                function(*inputs, **options)
+        assert torch.is_tensor(D.attend(torch.tensor(key), **options))
 
 
 def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
@@ -271,7 +271,7 @@ def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
     for _ in range(2):  # made, and opened again
         with qkv.open(path, key="name", value="major", unique=False) as D:
             D.extend([{"name": "Ann", "major": "art"}])
-    for how, says in (
+    for options, says in (
         ({"key": "title"}, "^key: .*a.qkv has name, not title: .*reindex\\("),
         ({"value": ["major", "year"]}, "^value: .*a.qkv has major, not major, year"),
         ({"unique": True}, "^unique: the keys of .*a.qkv may repeat"),
@@ -282,7 +282,7 @@ def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
         ),
     ):
         with pytest.raises(CombinationError, match=says):
-            qkv.open(path, **how)
+            qkv.open(path, **options)
     with qkv.open(path) as D, qkv.open(path, value=None, encoder="text") as same:
         assert len(D) == len(same) == 2
     with qkv.open(tmp_path / "new.qkv", encoder="exact", precision="float16"):

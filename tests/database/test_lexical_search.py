@@ -40,7 +40,7 @@ def D(
         yield D
 
 
-def whole(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def encode_queries_and_keys(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Queries and keys as they are kept, with a column for every word there is."""
     query, key = add_word_columns(
         encoder, queries, encode_as_stored(encoder, KEYS), encoder.encode_sparse(KEYS)
@@ -49,10 +49,10 @@ def whole(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]
     return query.astype(float), key.astype(float)
 
 
-def expected(D: qkv.Database, score: object, weighting: object = "softmax") -> np.ndarray:
+def expected_weights(D: qkv.Database, score: object, weighting: object = "softmax") -> np.ndarray:
     """α in the space of all words, literally."""
     assert D.encoder is not None
-    query, key = whole(D.encoder, QUERIES)
+    query, key = encode_queries_and_keys(D.encoder, QUERIES)
     return np.asarray(qkv.weights(query, key, score=score, weighting=weighting))
 
 
@@ -60,7 +60,7 @@ def expected(D: qkv.Database, score: object, weighting: object = "softmax") -> n
 @pytest.mark.parametrize("weighting", ["softmax", TopK(3), Entmax(1.5), "hard"])
 def test_every_score_and_weighting_is_exact(D: qkv.Database, score, weighting) -> None:
     chosen = D.encoder.default_score(len(KEYS)) if score is None else score
-    alpha = expected(D, chosen, weighting)
+    alpha = expected_weights(D, chosen, weighting)
     answers = D.ask(QUERIES, score=score, weighting=weighting)
     for answer, row in zip(answers, alpha, strict=True):
         np.testing.assert_allclose(answer.weights, row, atol=2e-5)
@@ -76,16 +76,16 @@ def test_conditions_and_versions_keep_their_words(tmp_path: Path) -> None:
         encoder=encoder(),
         path=tmp_path / "d.qkv",
     )
-    alpha = expected(D, ScaledDot(3.0))
+    alpha = expected_weights(D, ScaledDot(3.0))
     for where in ("n < 10", "n < 100"):
         live = np.arange(120) < int(where.split()[-1])
-        some = alpha * live / (alpha * live).sum(axis=1, keepdims=True)
+        normalized = alpha * live / (alpha * live).sum(axis=1, keepdims=True)
         for answer, row in zip(
-            D.ask(QUERIES, score=ScaledDot(3.0), where=where), some, strict=True
+            D.ask(QUERIES, score=ScaledDot(3.0), where=where), normalized, strict=True
         ):
             np.testing.assert_allclose(answer.weights, row, atol=1e-5)
         out = D.attend(QUERIES, score=ScaledDot(3.0), where=where)
-        np.testing.assert_allclose(out[:, 0], some @ VALUES[:, 0], atol=1e-5)
+        np.testing.assert_allclose(out[:, 0], normalized @ VALUES[:, 0], atol=1e-5)
     version = D.version
     D.remove(KEYS[:60])
     past = D.at(version).ask(QUERIES[0], score=ScaledDot(3.0))

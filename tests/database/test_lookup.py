@@ -63,8 +63,8 @@ def test_a_closed_one_says_so(names):
 @pytest.mark.parametrize("value", [["a"], {"b": [1]}])
 def test_what_was_given_can_be_changed(value):
     D = qkv.Database({"k": value})
-    found = D["k"]
-    found.clear()
+    result = D["k"]
+    result.clear()
     assert D["k"] == value
     for _ in range(2):
         row = D.ask("k").rows[0]
@@ -84,10 +84,10 @@ def test_rows_are_remembered_by_version(names, monkeypatch):
     names.add(["Smola", "Lipton"], ["Alex", "Zachary"])
     past = names.at(1)
     for _ in range(2):
-        found = {row.key: row.value for row in names.ask("Li").rows}
-        assert found == {"Li": "Mu 2", "Zhang": "Aston", "Smola": "Alex", "Lipton": "Zachary"}
+        result = {row.key: row.value for row in names.ask("Li").rows}
+        assert result == {"Li": "Mu 2", "Zhang": "Aston", "Smola": "Alex", "Lipton": "Zachary"}
         assert {row.value for row in past.ask("Li").rows} == {"Mu", "Aston"}
-        assert {key: names[key] for key in names} == found
+        assert {key: names[key] for key in names} == result
 
 
 def test_equal_keys_of_several_types():

@@ -22,21 +22,21 @@ QUERY = CHANCE.normal(size=(4, 3))
 
 @pytest.mark.parametrize("k", [1, 3, 20])
 def test_the_best_rows_are_found_with_their_keys_and_values(k):
-    found = find_memory_rows(Database(KEYS, VALUES), QUERY, k, "dot")
+    result = find_memory_rows(Database(KEYS, VALUES), QUERY, k, "dot")
     best = np.argsort(-QUERY @ KEYS.T.astype(float), axis=-1, kind="stable")[:, :k]
-    assert found.is_found.all()
-    np.testing.assert_allclose(found.key[found.row_positions], KEYS[best])
-    np.testing.assert_allclose(found.value[found.row_positions], VALUES[best])
-    assert len(found.ids) == len(np.unique(best))
+    assert result.is_found.all()
+    np.testing.assert_allclose(result.key[result.row_positions], KEYS[best])
+    np.testing.assert_allclose(result.value[result.row_positions], VALUES[best])
+    assert len(result.ids) == len(np.unique(best))
 
 
 def test_numbers_are_compared_as_the_keys_are_and_rows_without_value_are_passed_by():
     database = Database([1.0, 2.0, 4.0], [10.0, None, 30.0])
     query = np.array([[2.2]])
     np.testing.assert_allclose(encode_memory_query(database, query), query - 7 / 3, rtol=1e-6)
-    found = find_memory_rows(database, query, 3)
-    assert found.is_found.tolist() == [[True, True, False]]  # there are but two
-    assert found.value[found.row_positions][found.is_found].ravel().tolist() == [10.0, 30.0]
+    result = find_memory_rows(database, query, 3)
+    assert result.is_found.tolist() == [[True, True, False]]  # there are but two
+    assert result.value[result.row_positions][result.is_found].ravel().tolist() == [10.0, 30.0]
 
 
 def test_words_are_not_pooled():
@@ -46,13 +46,13 @@ def test_words_are_not_pooled():
 
 def test_rows_are_moved_and_those_that_went_do_not_come_back():
     database = Database(KEYS, VALUES)
-    found = find_memory_rows(database, KEYS[:2].astype(float), 1, "gaussian")
+    result = find_memory_rows(database, KEYS[:2].astype(float), 1, "gaussian")
     assert can_update_keys(database)
     database.remove([KEYS[0]])
-    assert update_memory_rows(database, found.ids, found.key + 1, found.value * 2) == 1
+    assert update_memory_rows(database, result.ids, result.key + 1, result.value * 2) == 1
     assert len(database) == 8
-    np.testing.assert_allclose(database[found.key[1] + 1], VALUES[1] * 2)
-    assert update_memory_rows(database, found.ids[:1], None, found.value[:1]) == 0
+    np.testing.assert_allclose(database[result.key[1] + 1], VALUES[1] * 2)
+    assert update_memory_rows(database, result.ids[:1], None, result.value[:1]) == 0
 
 
 def test_what_was_learned_of_a_row_goes_with_it():

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 import qkv
-from qkv.database import KeyNotFoundError, check
+from qkv.database import KeyNotFoundError, check_store
 from qkv.database.encoders import Characters
 from qkv.errors import ArgumentError
 from tests.sampling import FULL
@@ -42,7 +42,7 @@ class Model(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "D"):
             self.D.close()
-            assert check(self.folder / "d.qkv") == []
+            assert check_store(self.folder / "d.qkv") == []
             shutil.rmtree(self.folder)
 
     def noted(self):
@@ -83,8 +83,8 @@ class Model(RuleBasedStateMachine):
     @rule()
     def compact(self):
         self.D.compact()
-        kept = {version.number for version in self.D.versions()}
-        self.past = {v: pairs for v, pairs in self.past.items() if v in kept}
+        versions = {version.number for version in self.D.versions()}
+        self.past = {v: pairs for v, pairs in self.past.items() if v in versions}
         assert list(self.D.items()) == self.pairs
 
     @precondition(lambda self: self.pairs)

@@ -33,14 +33,14 @@ class TestSpelled:
         assert parsing.parse_cell_like(text, example) == expected
 
     def test_a_vector(self) -> None:
-        found = parsing.parse_cell_like("0.5, -1", np.zeros(2))
-        np.testing.assert_array_equal(found, [0.5, -1])
+        result = parsing.parse_cell_like("0.5, -1", np.zeros(2))
+        np.testing.assert_array_equal(result, [0.5, -1])
         for text in ("0.5", "a,b", "[1, 2, 3]"):
             with pytest.raises(ArgumentError, match="must be 2 numbers"):
                 parsing.parse_cell_like(text, np.zeros(2))
 
     @pytest.mark.parametrize(
-        ("given", "example", "expected"),
+        ("text", "example", "expected"),
         [
             ("3.5", "text", "3.5"),
             ("3.5", {"a": 1}, "3.5"),
@@ -50,8 +50,8 @@ class TestSpelled:
             ([1, 2, 3], ("a", "b"), [1, 2, 3]),
         ],
     )
-    def test_json_as_a_cell(self, given: Any, example: Any, expected: Any) -> None:
-        assert parsing.cell_from_json(given, example) == expected
+    def test_json_as_a_cell(self, text: Any, example: Any, expected: Any) -> None:
+        assert parsing.cell_from_json(text, example) == expected
 
     def test_json_as_a_vector(self) -> None:
         np.testing.assert_array_equal(parsing.cell_from_json([0.5, -1], np.zeros(2)), [0.5, -1])
@@ -112,8 +112,8 @@ DAY = datetime.date(2024, 1, 1)
     ],
 )
 def test_a_date_is_read_as_the_database_reads_it(text, example, right):
-    found = parsing.parse_cell_like(text, example)
-    assert found == right and type(found) is type(right)
+    result = parsing.parse_cell_like(text, example)
+    assert result == right and type(result) is type(right)
     for wrong in ("soon", "2024", "1.1.2024"):
         with pytest.raises(ArgumentError, match="must be a date such as"):
             parsing.parse_cell_like(wrong, example)

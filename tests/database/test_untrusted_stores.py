@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import Database, check, encoders
+from qkv.database import Database, check_store, encoders
 from qkv.database.encoders import Characters, Custom, Exact, Heads, Sentences, Vectors
 from qkv.database.errors import StoreDamagedError
 from qkv.database.storage import Store, limits
@@ -73,15 +73,15 @@ def places(tree, path=()):
             yield from places(tree[name], (*path, name))
 
 
-def put(tree, path, value):
+def replace_at(tree, path, value):
     if not path:
         return value
     changed = dict(tree) if isinstance(tree, dict) else list(tree)
-    changed[path[0]] = put(tree[path[0]], path[1:], value)
+    changed[path[0]] = replace_at(tree[path[0]], path[1:], value)
     return changed
 
 
-def learned():
+def build_learned_database():
     D = Database({key: key for key in KEYS}, encoder=Characters(32))
     D.learn([("Zang", "Zhang"), ("Liptn", "Lipton"), ("Ly", "Li")], epochs=1)
     return D
@@ -95,7 +95,7 @@ STORES = {
     "numbers": lambda: Database({1.0: 2.0, 3.0: 4.0}),
     "arrays": lambda: Database(np.eye(3), np.arange(3.0)),
     "columns": lambda: Database([(("a", 1.0), "x"), (("b", 2.0), "y")], key=("k", "n")),
-    "learned": learned,
+    "learned": build_learned_database,
 }
 
 
@@ -114,7 +114,7 @@ def test_nothing_in_a_store_is_executable(name, evil):
         ]
     for path in places(settings):
         for value in hostile(evil):
-            changed = put(settings, path, value)
+            changed = replace_at(settings, path, value)
             if not isinstance(changed, dict):
                 continue
             with Store() as store:
@@ -206,8 +206,8 @@ def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
             qkv.open(path, encoder=encoder) as D,
         ):
             D.add("c", 3)
-    whole = text[0] == "{" or text == "[]"  # as a store's settings may be
-    assert bool(check(path)) is not whole
+    full = text[0] == "{" or text == "[]"  # as a store's settings may be
+    assert bool(check_store(path)) is not full
 
 
 @pytest.mark.parametrize("cell", ["[]", 1.5, b"x"])
@@ -218,12 +218,14 @@ def test_a_file_whose_size_no_store_wrote_is_damage(tmp_path, monkeypatch, table
     with qkv.open(place) as D:
         D.add([f"name {i}" for i in range(300)], range(300))
     with contextlib.closing(sqlite3.connect(place / "catalogue.sqlite")) as catalogue, catalogue:
-        some = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
-        assert catalogue.execute(f"UPDATE {table} SET bytes = ? WHERE {some}", (cell,)).rowcount
+        condition = f"rowid = (SELECT max(rowid) FROM {table} WHERE checksum IS NOT NULL)"
+        assert catalogue.execute(
+            f"UPDATE {table} SET bytes = ? WHERE {condition}", (cell,)
+        ).rowcount
     with pytest.raises(StoreDamagedError, match=message), qkv.open(place, create=False) as D:
         D.ask("name 3")
-    assert [problem.what for problem in check(place)] == [message]
-    assert check(place, repair=True)[0].repaired
+    assert [problem.what for problem in check_store(place)] == [message]
+    assert check_store(place, repair=True)[0].repaired
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,21 @@ FOLDERS = (
 @cache
 def known_names() -> set[str]:
     """Every name that the package or its tests define."""
-    found = set()
+    result = set()
     paths = [p for folder in ("src", "tests", "tools") for p in (ROOT / folder).rglob("*.py")]
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
+                result.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
+                result.add(node.id)
             elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
+                result.add(node.attr)
             elif isinstance(node, ast.arg | ast.keyword) and node.arg:
-                found.add(node.arg)
+                result.add(node.arg)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-    return found | {p.stem for p in paths}
+                result.add(node.value)
+    return result | {p.stem for p in paths}
 
 
 def names_in(page: str) -> list[str]:

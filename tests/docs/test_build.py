@@ -38,8 +38,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_page_loads_anything_from_a_network(built: Path) -> None:
     files = [path for path in built.rglob("*") if path.suffix in (".html", ".css")]
     assert len(files) > 30
-    found = {path.name: LOADS.search(path.read_text(encoding="utf-8")) for path in files}
-    assert not {name: match[0] for name, match in found.items() if match}
+    result = {path.name: LOADS.search(path.read_text(encoding="utf-8")) for path in files}
+    assert not {name: match[0] for name, match in result.items() if match}
 
 
 def test_formulas_are_mathml(built: Path) -> None:

@@ -77,11 +77,13 @@ def test_dtypes(fw, score, weighting, mask):
 
 
 def check_gradients_of_dtype(one: Any, fw: Any, engine: str, dtype: str) -> None:
-    given = one.make_arrays(fw, dtype)
-    wide = {name: fw.make_array(x) for name, x in checks.to_float64(given).items()}
+    inputs = one.make_arrays(fw, dtype)
+    wide = {name: fw.make_array(x) for name, x in checks.to_float64(inputs).items()}
     with checks.with_small_blocks(one, fw, engine):
-        found = one.compute_gradients(fw, given, engine)
-    for name, got, want in zip(given, found, one.compute_gradients(fw, wide, "dense"), strict=True):
+        actual = one.compute_gradients(fw, inputs, engine)
+    for name, got, want in zip(
+        inputs, actual, one.compute_gradients(fw, wide, "dense"), strict=True
+    ):
         error, size = np.linalg.norm(got - want), np.linalg.norm(want) + 1
         assert error < 2 * checks.TOLERANCE[dtype] * size, f"wrong gradient of {name} in {dtype}"
 

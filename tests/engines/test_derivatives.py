@@ -61,12 +61,12 @@ def torch_call(score, weighting, engine, with_lse=False):
     main = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
     def function(query, key, value, *arrays):
-        how = {
+        options = {
             "score": tree.replace_arrays(fw, built, arrays),
             "weighting": WEIGHTINGS[weighting],
             "mask": masks.causal(align="bottom_right"),
         }
-        return qkv.attend(query, key, value, **how, engine=engine, return_lse=with_lse)
+        return qkv.attend(query, key, value, **options, engine=engine, return_lse=with_lse)
 
     return function, [x.clone().requires_grad_() for x in (*main, *inside)]
 
@@ -115,29 +115,29 @@ def test_each_sequence_may_have_its_own_offset():
 @pytest.mark.parametrize("mask", NATIVE, ids=str)
 def test_the_native_kernel_has_two_derivatives(mask):
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
+    inputs = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
 
     def function(*arrays):
         return qkv.attend(*arrays, mask=mask, engine="native")
 
-    assert torch.autograd.gradcheck(function, given)
-    assert torch.autograd.gradgradcheck(function, given)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
 
 
-def shared(x, w, v, **how):
+def shared(x, w, v, **options):
     """Query, key and value of one array, and one matrix for both sides of the score."""
-    return qkv.attend(x, x, 2 * x, score=scores.Additive(w, w, v), weighting="entmax15", **how)
+    return qkv.attend(x, x, 2 * x, score=scores.Additive(w, w, v), weighting="entmax15", **options)
 
 
 def test_one_array_in_several_places(engine):
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x).requires_grad_() for x in (KEY, rng_w(3, D), rng_w(3))]
+    inputs = [torch.tensor(x).requires_grad_() for x in (KEY, rng_w(3, D), rng_w(3))]
 
-    def function(*given):
-        return shared(*given, engine=engine)
+    def function(*args):
+        return shared(*args, engine=engine)
 
-    assert torch.autograd.gradcheck(function, given)
-    assert torch.autograd.gradgradcheck(function, given)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
 
 
 @pytest.mark.parametrize("way", ["native", "streaming"])
@@ -146,9 +146,9 @@ def test_a_gradient_to_be_differentiated_is_the_gradient(way):
     torch = pytest.importorskip("torch")
     x = torch.tensor(KEY[None, None]).requires_grad_()
 
-    def slope(make, **how):
+    def slope(make, **options):
         out = qkv.attend(*make(x), engine=way)
-        return torch.autograd.grad(out.square().sum(), x, **how)[0]
+        return torch.autograd.grad(out.square().sum(), x, **options)[0]
 
     for make in (lambda x: (x, x, x), lambda x: (x, 2 * x, x), lambda x: (2 * x, x, x)):
         torch.testing.assert_close(slope(make, create_graph=True), slope(make))
@@ -159,20 +159,20 @@ def test_one_array_in_several_places_on_tensorflow(monkeypatch):
     from qkv.engines import streaming
 
     monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
-    given = [tf.constant(x) for x in (KEY, rng_w(3, D), rng_w(3))]
+    inputs = [tf.constant(x) for x in (KEY, rng_w(3, D), rng_w(3))]
 
     def both(engine):
         with tf.GradientTape() as outer:
-            outer.watch(given)
+            outer.watch(inputs)
             with tf.GradientTape() as inner:
-                inner.watch(given)
-                total = tf.reduce_sum(shared(*given, engine=engine) ** 2)
-            first = inner.gradient(total, given)
+                inner.watch(inputs)
+                total = tf.reduce_sum(shared(*inputs, engine=engine) ** 2)
+            first = inner.gradient(total, inputs)
             size = sum(tf.reduce_sum(x**2) for x in first)
-        return [*first, *outer.gradient(size, given)]
+        return [*first, *outer.gradient(size, inputs)]
 
-    for found, want in zip(both("streaming"), both("dense"), strict=True):
-        np.testing.assert_allclose(found, want, rtol=1e-8, atol=1e-8)
+    for actual, want in zip(both("streaming"), both("dense"), strict=True):
+        np.testing.assert_allclose(actual, want, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.sample(1)
@@ -248,13 +248,13 @@ def test_jax_transforms_agree(engine):
 def test_tensorflow_graphs_agree(weighting, engine):
     tf = pytest.importorskip("tensorflow")
     score = "epanechnikov" if weighting == "normalized" else "dot"
-    how = {"score": score, "weighting": weighting, "mask": masks.causal, "engine": engine}
+    options = {"score": score, "weighting": weighting, "mask": masks.causal, "engine": engine}
     arrays = [tf.constant(x) for x in (QUERY, KEY, VALUE)]
 
     def function(*arrays):
         with tf.GradientTape() as tape:
             tape.watch(arrays)
-            loss = tf.reduce_sum(qkv.attend(*arrays, **how) ** 2)
+            loss = tf.reduce_sum(qkv.attend(*arrays, **options) ** 2)
         return loss, tape.gradient(loss, arrays, unconnected_gradients="zero")
 
     want, got = function(*arrays), tf.function(function)(*arrays)
@@ -280,10 +280,10 @@ def test_tensorflow_tells_heads_apart_in_a_batch_of_unknown_size():
     tf = pytest.importorskip("tensorflow")
     x = tf.constant(np.stack([np.stack([QUERY, QUERY])] * 2))  # batch, heads, rows, width
     score = scores.Modified("dot", lambda s, b, h, q, k: s + tf.cast((b + 2 * h) * k, s.dtype))
-    how = {"score": score, "dropout_p": 0.5, "seed": 1}
+    options = {"score": score, "dropout_p": 0.5, "seed": 1}
     spec = tf.TensorSpec((None, 2, *QUERY.shape), tf.float64)
-    function = tf.function(lambda x: qkv.attend(x, x, x, **how), input_signature=[spec])
-    np.testing.assert_allclose(function(x), qkv.attend(x, x, x, **how), atol=1e-12)
+    function = tf.function(lambda x: qkv.attend(x, x, x, **options), input_signature=[spec])
+    np.testing.assert_allclose(function(x), qkv.attend(x, x, x, **options), atol=1e-12)
 
 
 def test_a_module_as_a_score_learns_on_torch(engine):
@@ -298,13 +298,13 @@ def test_a_module_as_a_score_learns_on_torch(engine):
         return layer(q.contiguous(), k.contiguous())[..., 0]
 
     arrays = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
-    found = {}
+    result = {}
     for name in (engine, "dense"):
         layer.zero_grad()
         qkv.attend(*arrays, score=score, engine=name).square().sum().backward()
-        found[name] = [p.grad.clone() for p in layer.parameters()]
-        assert found[name][0].abs().sum() > 0
-    for a, b in zip(found[engine], found["dense"], strict=True):
+        result[name] = [p.grad.clone() for p in layer.parameters()]
+        assert result[name][0].abs().sum() > 0
+    for a, b in zip(result[engine], result["dense"], strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -314,13 +314,13 @@ def test_a_module_as_a_score_learns_through_the_weights(monkeypatch):
 
     w = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
     query, key, _ = (torch.tensor(x) for x in (QUERY, KEY, VALUE))
-    found = []
+    result = []
     for block in (2**20, 4 * M):
         monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", block)
         alpha = qkv.weights(query, key, score=lambda q, k: (q * w) @ k.T)
-        found.append(torch.autograd.grad(alpha.square().sum(), w)[0])
-    assert found[0].abs().sum() > 0
-    torch.testing.assert_close(*found)
+        result.append(torch.autograd.grad(alpha.square().sum(), w)[0])
+    assert result[0].abs().sum() > 0
+    torch.testing.assert_close(*result)
 
 
 def test_a_tensorflow_function_that_holds_a_variable_falls_to_dense():
@@ -361,7 +361,7 @@ def test_weights_have_gradients_in_rows(monkeypatch):
     from qkv.engines import streaming
 
     monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 2 * M)
-    given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY)]
-    assert torch.autograd.gradcheck(lambda q, k: qkv.weights(q, k, weighting="entmax15"), given)
-    assert torch.autograd.gradgradcheck(lambda q, k: qkv.weights(q, k), given)
-    assert to_numpy(qkv.weights(*given)).sum() == pytest.approx(N)
+    inputs = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY)]
+    assert torch.autograd.gradcheck(lambda q, k: qkv.weights(q, k, weighting="entmax15"), inputs)
+    assert torch.autograd.gradgradcheck(lambda q, k: qkv.weights(q, k), inputs)
+    assert to_numpy(qkv.weights(*inputs)).sum() == pytest.approx(N)

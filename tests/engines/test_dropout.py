@@ -15,13 +15,13 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("seed", [None, 7, "generator", "tensor"])
 def test_the_seed_is_on_the_device_of_the_query(seed):
     """A kernel on CUDA that reads a seed in host memory ends the process."""
-    given = {
+    seeds = {
         "generator": torch.Generator().manual_seed(3),
         "tensor": torch.tensor(7),
     }.get(seed, seed)
     like = torch.empty(2, 3, device="meta")
-    found = seed_array(load_framework("torch"), given, like)
-    assert found.device == like.device and found.dtype == torch.int32 and found.shape == (1, 1)
+    result = seed_array(load_framework("torch"), seeds, like)
+    assert result.device == like.device and result.dtype == torch.int32 and result.shape == (1, 1)
 
 
 @pytest.mark.parametrize("weighting", ["entmax15", "sparsemax", "sigmoid", "softmax", "hard"])

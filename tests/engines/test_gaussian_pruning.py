@@ -66,11 +66,11 @@ def moved(query, key, alpha, sigma):
 
 
 def check(call, sigma, atol, rtol=1e-12):
-    given = [np.asarray(x, "float64") for x in (call.query, call.key, call.value)]
-    want = exact(*given, sigma)
+    inputs = [np.asarray(x, "float64") for x in (call.query, call.key, call.value)]
+    want = exact(*inputs, sigma)
     assert near.unsupported_reason(call) is None
     out, lse, _ = near.run(call)
-    off = moved(*given[:2], want[2], sigma) @ abs(given[2])
+    off = moved(*inputs[:2], want[2], sigma) @ abs(inputs[2])
     assert (abs(out - want[0]) <= atol + off).all()
     np.testing.assert_allclose(lse, want[1], rtol=max(rtol, atol), atol=atol)
 
@@ -118,14 +118,14 @@ def test_what_is_left_out_is_within_the_bound(sigma, tolerance, dtype):
 
     scaled = [np.ascontiguousarray(x.T, "float64") / sigma for x in (query, key)]
     boxes = grid.build_boxes(scaled[1], value)
-    found = grid.select_boxes(scaled[0], boxes, share)
-    assert found.is_read.mean() < 0.8
+    actual = grid.select_boxes(scaled[0], boxes, share)
+    assert actual.is_read.mean() < 0.8
     want, _, alpha = exact(query, key, value, sigma)
     of_key = np.empty(len(key), int)
     real = boxes.order < len(key)
     of_key[boxes.order[real]] = np.flatnonzero(real) // boxes.points.shape[-1]
-    lost = np.where(found.is_read[:, of_key], 0, alpha).sum(axis=1)
-    assert (lost <= found.lost_share_bound).all()
+    lost = np.where(actual.is_read[:, of_key], 0, alpha).sum(axis=1)
+    assert (lost <= actual.lost_share_bound).all()
     if tolerance == 1e-2:
         assert lost.max() > 0
 
@@ -216,14 +216,14 @@ LEADS = {
 @pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
 def test_leading_axes(lead):
     shapes = ((20, 3), (300, 3), (300, 2))
-    given = [rng.normal(size=(*a, *b)) for a, b in zip(lead, shapes, strict=True)]
-    call = request(*given, 0.3, lse=True)
+    inputs = [rng.normal(size=(*a, *b)) for a, b in zip(lead, shapes, strict=True)]
+    call = request(*inputs, 0.3, lse=True)
     for got, want in zip(near.run(call)[:2], dense.run(call)[:2], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
     assert left_out(call).shape == (*lead[0], 20)
 
 
-def loss(out, lse):
+def compute_loss(out, lse):
     torch = pytest.importorskip("torch")
     return (out * torch.arange(1.0, 3.0)).sum() + (lse * torch.arange(45.0)[:, None]).sum()
 
@@ -258,14 +258,14 @@ def test_gradients_on_torch(lead, sigma, dtype):
     shapes = ((45, 3), (300, 3), (300, 2))
     host = [rng.normal(size=(*a, *b)) for a, b in zip(lead, shapes, strict=True)]
     host = [x.astype(dtype) for x in host]
-    found = []
+    actual = []
     for engine, kind in ((near, dtype), (dense, "float64")):
-        given = [torch.tensor(x.astype(kind), requires_grad=True) for x in host]
-        loss(*engine.run(request(*given, sigma, lse=True))[:2]).backward()
-        found.append([x.grad.double() for x in given])
+        inputs = [torch.tensor(x.astype(kind), requires_grad=True) for x in host]
+        compute_loss(*engine.run(request(*inputs, sigma, lse=True))[:2]).backward()
+        actual.append([x.grad.double() for x in inputs])
     digits = 200 * torch.finfo(getattr(torch, dtype)).eps
     spread = gradient_tolerance(*(torch.tensor(x).double() for x in host), sigma)
-    for got, want, allowed in zip(*found, spread, strict=True):
+    for got, want, allowed in zip(*actual, spread, strict=True):
         assert ((got - want).abs() <= digits * want.abs().max() + allowed).all()
 
 
@@ -280,7 +280,7 @@ def test_one_key_has_all_the_weight_to_the_last_digits(seed):
         for shape in ((45, 3), (300, 3), (300, 2))
     )
     sigma = 1e-4
-    loss(*near.run(request(query, key, value, sigma, lse=True))[:2]).backward()
+    compute_loss(*near.run(request(query, key, value, sigma, lse=True))[:2]).backward()
     with torch.no_grad():
         apart = query[:, None] - key
         first, second = apart.norm(dim=-1).topk(2, largest=False).values.T / sigma
@@ -293,12 +293,12 @@ def test_one_key_has_all_the_weight_to_the_last_digits(seed):
 
 def test_second_derivatives_on_torch():
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x, requires_grad=True) for x in problem(n=4, m=70)]
+    inputs = [torch.tensor(x, requires_grad=True) for x in problem(n=4, m=70)]
 
     def second(engine):
-        out = engine.run(request(*given, 0.5))[0]
-        (first,) = torch.autograd.grad(out.square().sum(), given[0], create_graph=True)
-        return torch.autograd.grad(first.square().sum(), given)
+        out = engine.run(request(*inputs, 0.5))[0]
+        (first,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), inputs)
 
     for got, want in zip(second(near), second(dense), strict=True):
         torch.testing.assert_close(got, want)
@@ -308,9 +308,9 @@ def test_two_backward_passes_give_the_same_digits():
     torch = pytest.importorskip("torch")
 
     def gradients(host=problem(dtype="float32")):  # noqa: B008
-        given = [torch.tensor(x, requires_grad=True) for x in host]
-        near.run(request(*given, 0.2))[0].sum().backward()
-        return [x.grad for x in given]
+        inputs = [torch.tensor(x, requires_grad=True) for x in host]
+        near.run(request(*inputs, 0.2))[0].sum().backward()
+        return [x.grad for x in inputs]
 
     for one, two in zip(gradients(), gradients(), strict=True):
         assert torch.equal(one, two)
@@ -319,10 +319,10 @@ def test_two_backward_passes_give_the_same_digits():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_are_widened(dtype):
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x).to(getattr(torch, dtype)) for x in problem()]
-    call = request(*given, 0.3)
+    inputs = [torch.tensor(x).to(getattr(torch, dtype)) for x in problem()]
+    call = request(*inputs, 0.3)
     assert near.unsupported_reason(call) is None
-    want = exact(*(x.double().numpy() for x in given), 0.3)[0]
+    want = exact(*(x.double().numpy() for x in inputs), 0.3)[0]
     np.testing.assert_allclose(near.run(call)[0].numpy(), want, atol=3e-6)
 
 
@@ -362,19 +362,19 @@ def test_other_frameworks_are_refused():
 
 def test_torch_refusals():
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x) for x in problem(n=4, m=8)]
+    inputs = [torch.tensor(x) for x in problem(n=4, m=8)]
     learned = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    assert "no gradient" in near.unsupported_reason(request(*given, learned))
+    assert "no gradient" in near.unsupported_reason(request(*inputs, learned))
     with torch.no_grad():
-        assert near.unsupported_reason(request(*given, learned)) is None
+        assert near.unsupported_reason(request(*inputs, learned)) is None
 
     def record_reason(query):
-        said.append(near.unsupported_reason(request(query, *given[1:], 0.3)))
+        reasons.append(near.unsupported_reason(request(query, *inputs[1:], 0.3)))
         return query
 
-    said: list[str | None] = []
-    torch.func.vmap(record_reason)(torch.stack([given[0]] * 2))
-    assert said == ["it reads array values, which are unknown while the call is traced"]
+    reasons: list[str | None] = []
+    torch.func.vmap(record_reason)(torch.stack([inputs[0]] * 2))
+    assert reasons == ["it reads array values, which are unknown while the call is traced"]
 
 
 def test_what_does_not_pay_is_declined():
@@ -391,18 +391,18 @@ def test_what_does_not_pay_is_declined():
 def test_a_product_that_serves_is_left_all_the_pairs(monkeypatch):
     """Where boxes rule little out and are too wide for the plain product."""
     monkeypatch.setattr(near, "MIN_PAIRS", 1)
-    given = problem(d=8, m=4000)
-    call = request(*given, 0.4)
+    inputs = problem(d=8, m=4000)
+    call = request(*inputs, 0.4)
     assert near.estimate_work(call)[1] > 2
     assert "more slowly than dot products" in near.slower_reason(call)
-    assert near.slower_reason(request(*given, 30.0)) is None
-    assert near.slower_reason(request(*given, 1e-3)) is None
+    assert near.slower_reason(request(*inputs, 30.0)) is None
+    assert near.slower_reason(request(*inputs, 1e-3)) is None
 
 
 def test_description_tells_what_is_read_and_what_may_be_lost():
-    given = problem(m=4000)
-    description = near.describe(request(*given, 0.05, tolerance=1e-6))
+    inputs = problem(m=4000)
+    description = near.describe(request(*inputs, 0.05, tolerance=1e-6))
     assert description.startswith("reads about ")
     assert description.endswith("drops at most 1e-06 of each row's weight")
-    assert math.isclose(near.droppable_share(request(*given, 1.0, tolerance=0.0)), 2**-52)
-    assert "nearly all" in near.describe(request(*given, 9.0))
+    assert math.isclose(near.droppable_share(request(*inputs, 1.0, tolerance=0.0)), 2**-52)
+    assert "nearly all" in near.describe(request(*inputs, 9.0))

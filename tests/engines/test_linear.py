@@ -39,10 +39,11 @@ def ids(fw):
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=ids)
 def test_values(fw, name):
     query, key, value, w = map(fw.make_array, (QUERY, KEY, VALUE, W))
-    how = {"score": SCORES[name](w), **RAW}
-    assert qkv.explain(query, key, value, **how).engine == "linear"
+    options = {"score": SCORES[name](w), **RAW}
+    assert qkv.explain(query, key, value, **options).engine == "linear"
     out, want = (
-        to_numpy(qkv.attend(query, key, value, engine=engine, **how)) for engine in (None, "dense")
+        to_numpy(qkv.attend(query, key, value, engine=engine, **options))
+        for engine in (None, "dense")
     )
     np.testing.assert_allclose(out, want, rtol=1e-9, atol=1e-9)
 
@@ -52,7 +53,7 @@ def test_values(fw, name):
 def test_gradients(fw, name):
     arrays = [fw.make_array(x) for x in (QUERY, KEY, VALUE, W)]
     along = fw.make_array(rng.normal(size=(N, D)))
-    found = []
+    actual = []
     for engine in ("linear", "dense"):
 
         def loss(query, key, value, w, engine=engine):
@@ -64,8 +65,8 @@ def test_gradients(fw, name):
             with pytest.raises(EngineError, match="range of the arguments"):
                 fw.compute_gradients(loss, arrays)
             return
-        found.append(fw.compute_gradients(loss, arrays))
-    for got, want in zip(*found, strict=True):
+        actual.append(fw.compute_gradients(loss, arrays))
+    for got, want in zip(*actual, strict=True):
         np.testing.assert_allclose(to_numpy(got), to_numpy(want), rtol=1e-8, atol=1e-8)
 
 
@@ -81,9 +82,9 @@ def test_float32_is_as_accurate_as_the_formula():
 def test_sums_of_16_bit_arrays_run_in_float32(dtype):
     torch = pytest.importorskip("torch")
     arrays = [torch.tensor(x + 1).to(getattr(torch, dtype)) for x in (QUERY, KEY, VALUE)]
-    how = {"score": "dot", **RAW}
-    out = qkv.attend(*arrays, engine="linear", **how)
-    want = qkv.attend(*(x.double() for x in arrays), engine="dense", **how)
+    options = {"score": "dot", **RAW}
+    out = qkv.attend(*arrays, engine="linear", **options)
+    want = qkv.attend(*(x.double() for x in arrays), engine="dense", **options)
     assert out.dtype == arrays[0].dtype
     torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0)
 
@@ -96,17 +97,17 @@ def test_shared_heads_and_a_mask_of_lengths(key_heads, value_heads):
     value = rng.normal(size=(2, value_heads, 20, 3))
     key[0, :, 12:], value[0, :, 12:] = np.nan, np.inf
     mask = masks.lengths([12, 0])
-    how = {"score": scores.Cosine(0.5), "mask": mask, **RAW}
-    out = qkv.attend(query, key, value, engine="linear", **how)
-    np.testing.assert_allclose(out, qkv.attend(query, key, value, engine="dense", **how))
+    options = {"score": scores.Cosine(0.5), "mask": mask, **RAW}
+    out = qkv.attend(query, key, value, engine="linear", **options)
+    np.testing.assert_allclose(out, qkv.attend(query, key, value, engine="dense", **options))
     assert not out[1].any()
 
 
 def test_one_key_for_a_batch_with_lengths():
     query, key, value = rng.normal(size=(3, 30, D)), KEY[:20], VALUE[:20]
-    how = {"score": "dot", "mask": masks.lengths([4, 20, 11]), **RAW}
-    out = qkv.attend(query, key, value, engine="linear", **how)
-    np.testing.assert_allclose(out, qkv.attend(query, key, value, engine="dense", **how))
+    options = {"score": "dot", "mask": masks.lengths([4, 20, 11]), **RAW}
+    out = qkv.attend(query, key, value, engine="linear", **options)
+    np.testing.assert_allclose(out, qkv.attend(query, key, value, engine="dense", **options))
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=ids)
@@ -157,11 +158,11 @@ def test_second_derivatives():
     ],
 )
 def test_calls_that_are_refused(options, reason):
-    how = {"score": "dot", **RAW, **options}
-    explained = qkv.explain(QUERY, KEY, VALUE, **how)
+    settings = {"score": "dot", **RAW, **options}
+    explained = qkv.explain(QUERY, KEY, VALUE, **settings)
     assert explained.engine != "linear" and reason in dict(explained.refusals)["linear"]
     with pytest.raises(EngineError, match="does not support"):
-        qkv.attend(QUERY, KEY, VALUE, engine="linear", **how)
+        qkv.attend(QUERY, KEY, VALUE, engine="linear", **settings)
 
 
 def test_weights_and_a_log_sum_exp_are_refused():
@@ -195,7 +196,7 @@ def test_a_traced_graph_of_torch_is_refused():
 # Stored rows
 
 
-def stored(key=KEY, value=VALUE, allowed=None):
+def store_rows(key=KEY, value=VALUE, allowed=None):
     parts = [RowChunk(*x) for x in zip(np.split(key, 2), np.split(value, 2), strict=True)]
     return StoredRows(lambda: parts, key.shape, value.shape[1], allowed)
 
@@ -217,7 +218,7 @@ def test_stored_rows(fw, name, masked, monkeypatch):
 
     def attend(query, w):
         score = SCORES[name](w)
-        return attention.attend_rows(stored(key, value, allowed), query, score=score, **RAW)
+        return attention.attend_rows(store_rows(key, value, allowed), query, score=score, **RAW)
 
     def dense(query, w):
         arrays = make(key[live]), make(value[live])
@@ -250,7 +251,7 @@ def test_few_queries_and_sums_that_are_not_finite_need_the_scores():
     value = VALUE.copy()
     value[5] = np.inf
     for query, values in ((QUERY[:2], VALUE), (QUERY, value)):
-        rows = stored(value=values)
+        rows = store_rows(value=values)
         call = attention.Call(query, rows.key, rows.value, scores.Dot(), qkv.weightings.Raw())
         with call.fw.compute_context():
             assert linear.run_stored(call) is None

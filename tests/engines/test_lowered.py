@@ -85,8 +85,8 @@ def test_additive_keeps_the_accuracy_of_float32(wide):
     near = score.find_lowering(query, key, None, "float32")
     assert not isinstance(near, str)
     parts = [getattr(score, name).astype("float64") for name in ("w_query", "w_key", "v", "bias")]
-    wanted = scores.Additive(*parts)(query.astype("float64"), key.astype("float64"))
-    off = np.abs(near[0](query, key) - wanted).max()
+    expected = scores.Additive(*parts)(query.astype("float64"), key.astype("float64"))
+    off = np.abs(near[0](query, key) - expected).max()
     mass = np.abs(score.v).sum()
     assert near[1] <= 1e-6 * mass
     assert off <= 2e-6 * mass
@@ -112,21 +112,21 @@ def test_tolerance_bounds_the_error_of_a_score(tolerance):
 @pytest.mark.parametrize("error", [1e-2, 1e-4, 1e-6, 1e-10])
 def test_factors_keep_their_bound_everywhere(input_ranges, error):
     """Also at the corners, and at points that the fit never looked at."""
-    found = find_factors(*input_ranges, error)
-    assert found.error <= error
+    result = find_factors(*input_ranges, error)
+    assert result.error <= error
     rng = np.random.default_rng(0)
     a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in input_ranges)
 
     def functions(x: np.ndarray, side: int) -> np.ndarray:
-        x = x / found.input_ranges[side]
+        x = x / result.input_ranges[side]
         parts = []
-        for odd, p in ((side, found.even[side]), (1 - side, found.odd[side])):
+        for odd, p in ((side, result.even[side]), (1 - side, result.odd[side])):
             y = np.polynomial.chebyshev.chebval(2 * x * x - 1, p.T)
             parts.append(y * x if odd else y)
         return np.concatenate(parts)
 
     near = functions(a, 0).T @ functions(b, 1)
-    assert np.abs(near - np.tanh(a[:, None] + b)).max() <= found.error + 1e-14
+    assert np.abs(near - np.tanh(a[:, None] + b)).max() <= result.error + 1e-14
 
 
 def test_far_ranges_keep_tanh():
@@ -188,9 +188,9 @@ def test_nothing_is_lowered_twice_or_in_vain():
 def test_lse_is_that_of_the_formula():
     (query, key, value), score = additive("float64")
     for kind in (score, scores.Gaussian(0.7)):
-        how = {"score": kind, "return_lse": True, "mask": masks.causal}
-        got = qkv.attend(query, key, value, **how, engine="lowered", tolerance=1e-8)[1]
-        want = qkv.attend(query, key, value, **how, engine="dense")[1]
+        options = {"score": kind, "return_lse": True, "mask": masks.causal}
+        got = qkv.attend(query, key, value, **options, engine="lowered", tolerance=1e-8)[1]
+        want = qkv.attend(query, key, value, **options, engine="dense")[1]
         np.testing.assert_allclose(got, want, atol=1e-7)
 
 
@@ -210,8 +210,8 @@ def test_a_short_additive_call_stays_as_it_is(monkeypatch):
     score = scores.Additive(*(rng.normal(size=s).astype("float32") for s in ((4, 8), (4, 8), (4,))))
 
     def explain_lowering():
-        found = qkv.explain(x, x, x, score=score)
-        return found.engine, dict(found.refusals).get("lowered", "")
+        result = qkv.explain(x, x, x, score=score)
+        return result.engine, dict(result.refusals).get("lowered", "")
 
     engine, why = explain_lowering()
     assert engine != "lowered"
@@ -228,7 +228,7 @@ def test_a_short_additive_call_stays_as_it_is(monkeypatch):
 def test_bandwidths_of_each_head_over_keys_that_heads_share(fw):
     rng = np.random.default_rng(3)
     shapes = ((2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 2))
-    given = [fw.make_array(rng.normal(size=shape), "float64") for shape in shapes]
+    inputs = [fw.make_array(rng.normal(size=shape), "float64") for shape in shapes]
     score = scores.Gaussian(fw.make_array(rng.uniform(1, 2, size=(4, 1, 1)), "float64"))
-    out, want = (qkv.attend(*given, score=score, engine=x) for x in ("lowered", "dense"))
+    out, want = (qkv.attend(*inputs, score=score, engine=x) for x in ("lowered", "dense"))
     np.testing.assert_allclose(to_numpy(out), to_numpy(want), atol=1e-12)

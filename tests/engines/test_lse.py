@@ -17,7 +17,7 @@ ARRAYS = rng.normal(size=(N, D)), rng.normal(size=(M, D)), rng.normal(size=(M, 2
 SIXTEEN = [(fw, x) for fw in FRAMEWORKS for x in ("float16", "bfloat16") if x in fw.dtypes]
 
 
-def merged(parts):
+def merge_parts(parts):
     """Of outputs and log-sum-exps, in float64."""
     outs, lses = (
         [to_numpy(x).astype("float64") for x in column] for column in zip(*parts, strict=True)
@@ -44,16 +44,16 @@ def test_two_halves_merge(fw, dtype, score):
 
 def check_two_halves(fw, dtype, score, engine):
     query, key, value = (fw.make_array(x, dtype) for x in ARRAYS)
-    how = {"score": score, "engine": engine, "return_lse": True}
+    options = {"score": score, "engine": engine, "return_lse": True}
     cuts = (slice(0, M // 2), slice(M // 2, M))
-    parts = [qkv.attend(query, key[at], value[at], **how) for at in cuts]
+    parts = [qkv.attend(query, key[at], value[at], **options) for at in cuts]
     assert {get_framework(lse).dtype_name(lse) for _, lse in parts} == {"float32"}
     wide = [to_numpy(x).astype("float64") for x in (query, key, value)]
     want = qkv.attend(*wide, score=score, engine="dense")
-    for at, (_, found) in zip(cuts, parts, strict=True):
-        half = qkv.attend(wide[0], wide[1][at], wide[2][at], **how | {"engine": "dense"})[1]
+    for at, (_, actual) in zip(cuts, parts, strict=True):
+        half = qkv.attend(wide[0], wide[1][at], wide[2][at], **options | {"engine": "dense"})[1]
         np.testing.assert_allclose(
-            to_numpy(found), half, atol=1e-2 if dtype == "bfloat16" else 2e-3
+            to_numpy(actual), half, atol=1e-2 if dtype == "bfloat16" else 2e-3
         )
     bits = {"float16": 2e-3, "bfloat16": 1e-2}[dtype]
-    np.testing.assert_allclose(merged(parts), want, atol=bits * np.abs(want).max())
+    np.testing.assert_allclose(merge_parts(parts), want, atol=bits * np.abs(want).max())

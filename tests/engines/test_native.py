@@ -33,14 +33,14 @@ def jax_arrays():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=str)
-@pytest.mark.parametrize("how", WANTED.values(), ids=WANTED)
-def test_jax_nn_agrees_with_dense(how, mask):
+@pytest.mark.parametrize("options", WANTED.values(), ids=WANTED)
+def test_jax_nn_agrees_with_dense(options, mask):
     import jax
 
     arrays = jax_arrays()
 
-    def loss(*given, engine):
-        return (qkv.attend(*given, **how, mask=mask, engine=engine) ** 2).sum()
+    def loss(*args, engine):
+        return (qkv.attend(*args, **options, mask=mask, engine=engine) ** 2).sum()
 
     value_and_grad = jax.value_and_grad(loss, argnums=(0, 1, 2))
     got, want = (value_and_grad(*arrays, engine=engine) for engine in ("native", "dense"))
@@ -84,21 +84,21 @@ TORCH_MASKS = {
 
 @pytest.mark.parametrize("most", [0.0, 1.1], ids=["whole", "in rows"])
 @pytest.mark.parametrize("mask", TORCH_MASKS.values(), ids=TORCH_MASKS)
-@pytest.mark.parametrize("how", WANTED.values(), ids=WANTED)
-def test_torch_agrees_with_dense(how, mask, most, monkeypatch):
+@pytest.mark.parametrize("options", WANTED.values(), ids=WANTED)
+def test_torch_agrees_with_dense(options, mask, most, monkeypatch):
     """Values and gradients, in groups along the diagonal, in runs of keys, and of other widths."""
     torch = pytest.importorskip("torch")
     from qkv.engines.native import query_spans as native
 
     monkeypatch.setattr(native, "QUERIES_PER_SPAN", 7)
     monkeypatch.setattr(native, "MAX_VISIBLE_SHARE", most)
-    found = {}
+    result = {}
     for engine in ("native", "dense"):
-        given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
-        out = qkv.attend(*given, **how, mask=mask, engine=engine)
+        inputs = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
+        out = qkv.attend(*inputs, **options, mask=mask, engine=engine)
         out.square().sum().backward()
-        found[engine] = [out.detach(), *(x.grad for x in given)]
-    for a, b in zip(*found.values(), strict=True):
+        result[engine] = [out.detach(), *(x.grad for x in inputs)]
+    for a, b in zip(*result.values(), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -107,11 +107,11 @@ def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
     from qkv.engines.native import query_spans as native
 
     monkeypatch.setattr(native, "QUERIES_PER_SPAN", 10)
-    given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    inputs = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
     def explain_detail(keys):
-        seen = masks.array((torch.arange(50) < keys).repeat(given[0].shape[-2], 1))
-        return qkv.explain(*given, mask=seen, engine="native").detail
+        seen = masks.array((torch.arange(50) < keys).repeat(inputs[0].shape[-2], 1))
+        return qkv.explain(*inputs, mask=seen, engine="native").detail
 
     assert explain_detail(45) == "PyTorch's scaled_dot_product_attention"
     assert explain_detail(20) == "PyTorch's scaled_dot_product_attention, 10 queries at a time"
@@ -133,15 +133,15 @@ SHARED = {
 def test_keys_that_no_query_sees_are_not_read(mask, spoiled):
     """One call of the kernel, on the keys that are left; a NaN among the others does not count."""
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    inputs = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
     if not isinstance(mask, masks.Mask):
         mask = torch.tensor(mask)[None]
-    for x in given[1:]:
+    for x in inputs[1:]:
         if spoiled is not None:
             x[..., spoiled, :] = float("nan")
     for _ in range(2):  # the second by the plan of the first
-        got = qkv.attend(*given, mask=mask)
-        want = qkv.attend(*given, mask=mask, engine="dense")
+        got = qkv.attend(*inputs, mask=mask)
+        want = qkv.attend(*inputs, mask=mask, engine="dense")
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
@@ -150,11 +150,11 @@ def test_keys_that_no_query_sees_are_not_read(mask, spoiled):
 def test_one_number_behind_a_shared_mask_does_not_leak(number, at):
     """An infinite key spoils those rows alone whose query has its sign there."""
     torch = pytest.importorskip("torch")
-    given, mask = [torch.tensor(x) for x in (QUERY, KEY, VALUE)], masks.lengths([48, 45])
-    want = qkv.attend(*given, mask=mask)
-    given[at][1, 1, 47, 3] = float(number)
-    assert qkv.explain(*given, mask=mask).engine != "native"
-    torch.testing.assert_close(qkv.attend(*given, mask=mask), want)
+    inputs, mask = [torch.tensor(x) for x in (QUERY, KEY, VALUE)], masks.lengths([48, 45])
+    want = qkv.attend(*inputs, mask=mask)
+    inputs[at][1, 1, 47, 3] = float(number)
+    assert qkv.explain(*inputs, mask=mask).engine != "native"
+    torch.testing.assert_close(qkv.attend(*inputs, mask=mask), want)
 
 
 def test_a_row_that_all_keys_share_is_whole_on_a_device():
@@ -162,9 +162,9 @@ def test_a_row_that_all_keys_share_is_whole_on_a_device():
     from qkv.engines.native.sdpa_kernel import expand_mask_rows
 
     thin = torch.arange(3.0)[:, None]
-    whole = expand_mask_rows(thin, 4)
-    assert whole.is_contiguous() and whole.tolist() == [[i] * 4 for i in (0.0, 1.0, 2.0)]
-    assert expand_mask_rows(whole, 4) is whole
+    full = expand_mask_rows(thin, 4)
+    assert full.is_contiguous() and full.tolist() == [[i] * 4 for i in (0.0, 1.0, 2.0)]
+    assert expand_mask_rows(full, 4) is full
 
 
 def test_rows_that_see_nothing_are_reported():
@@ -188,21 +188,21 @@ REFUSALS = {
 @pytest.mark.parametrize("word", REFUSALS)
 def test_a_refusal_says_why(word):
     torch = pytest.importorskip("torch")
-    given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
-    explanation = qkv.explain(*given, **REFUSALS[word])
+    inputs = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    explanation = qkv.explain(*inputs, **REFUSALS[word])
     assert explanation.engine != "native"
     assert word in dict(explanation.refusals)["native"]
     with pytest.raises(EngineError, match=word):
-        qkv.attend(*given, **REFUSALS[word], engine="native")
+        qkv.attend(*inputs, **REFUSALS[word], engine="native")
 
 
 def test_explain_counts_only_what_the_mask_leaves():
     x = np.zeros((2048, 8))
-    whole, part = (qkv.explain(x, x, x, mask=mask) for mask in (None, masks.window(64)))
-    assert part.flops < whole.flops / 4
+    full, part = (qkv.explain(x, x, x, mask=mask) for mask in (None, masks.window(64)))
+    assert part.flops < full.flops / 4
     assert "with mask window(64, 64)" in str(part)
     assert "streaming" in str(part)
-    assert whole.bytes == 4 * x.nbytes
+    assert full.bytes == 4 * x.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -256,10 +256,10 @@ def test_without_a_seed_weights_are_dropped_by_torchs_generator(mask):
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     one = qkv.attend(*leaves, mask=rule, dropout_p=p)
     alpha = qkv.weights(*leaves[:2], mask=rule)
-    kept, live = one > 0, alpha > 0
+    included, live = one > 0, alpha > 0
     deviation = (p * (1 - p) * live.sum()).sqrt()
-    assert abs((live & ~kept).sum() - p * live.sum()) < 4 * deviation
-    two = torch.where(kept, alpha / (1 - p), 0.0) @ leaves[2]
+    assert abs((live & ~included).sum() - p * live.sum()) < 4 * deviation
+    two = torch.where(included, alpha / (1 - p), 0.0) @ leaves[2]
     pairs = zip(*(torch.autograd.grad((x**2).sum(), leaves) for x in (one, two)), strict=True)
     for got, want in ((one, two), *pairs):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
@@ -287,8 +287,8 @@ def test_a_gradient_of_torchs_kernel_can_be_differentiated_whatever_came_before(
         mask = torch.randn(18, 18, dtype=torch.float64)
 
     def slopes(engine, before):
-        given = x, 2 * x, x.sin()
-        out = qkv.attend(*given, mask=mask, engine=engine)
+        inputs = x, 2 * x, x.sin()
+        out = qkv.attend(*inputs, mask=mask, engine=engine)
         for created in before:  # the kernel's node is met, and in one of them not run
             torch.autograd.grad(out.sum(), out, retain_graph=True, create_graph=created)
             torch.autograd.grad(out.sum(), x, retain_graph=True, create_graph=created)
@@ -327,28 +327,28 @@ def test_one_value_behind_the_causal_mask_does_not_leak(n, learned, number):
     value[0, 3, 9, 2] = number
     for x in (query, key, value):
         x.requires_grad_(learned)
-    found = qkv.attend(query, key, value, mask=masks.causal)
+    actual = qkv.attend(query, key, value, mask=masks.causal)
     want = qkv.attend(query, key, value, mask=masks.causal, engine="dense")
-    assert found[0, 3, :9].isfinite().all() and not found[0, 3, 9:, 2].isfinite().any()
-    torch.testing.assert_close(found, want, equal_nan=True)
+    assert actual[0, 3, :9].isfinite().all() and not actual[0, 3, 9:, 2].isfinite().any()
+    torch.testing.assert_close(actual, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", range(3))
-def test_a_number_under_a_mask_spoils_no_gradient_beside_weights(at, number):
+def test_a_masked_number_spoils_no_gradient_of_the_weights(at, number):
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     mask = torch.rand(5, 6) < 0.6
     mask[:, 2] = torch.tensor([True, False, False, True, False])
     arrays = [-torch.rand(1, 2, n, 4, dtype=torch.float64) for n in (5, 6, 6)]
     arrays[at][0, 1, 2, 3] = number
-    found = []
+    result = []
     for engine in (None, "dense"):
-        given = [x.clone().requires_grad_() for x in arrays]
-        out, alpha = qkv.attend(*given, mask=mask, engine=engine, return_weights=True)
+        inputs = [x.clone().requires_grad_() for x in arrays]
+        out, alpha = qkv.attend(*inputs, mask=mask, engine=engine, return_weights=True)
         loss = out.sum() + alpha.square().sum()
-        found.append([out, alpha, *torch.autograd.grad(loss, given)])
-    torch.testing.assert_close(*found, equal_nan=True)
+        result.append([out, alpha, *torch.autograd.grad(loss, inputs)])
+    torch.testing.assert_close(*result, equal_nan=True)
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -362,9 +362,9 @@ def test_weights_of_keys_that_were_copied_for_the_product(n, mask, mkl, learned,
     monkeypatch.setattr(adapter, "HAS_MKL", mkl)
     chance = torch.Generator().manual_seed(n)
     packed = torch.randn(2, n, 9, 4, generator=chance, dtype=torch.float64).transpose(1, 2)
-    given = [x.requires_grad_(learned) for x in packed.split(3, 1)]
+    inputs = [x.requires_grad_(learned) for x in packed.split(3, 1)]
     for _ in range(2):  # the second by the plan of the first
         for returned in (True, "mean"):
-            got = qkv.attend(*given, mask=mask, return_weights=returned)
-            want = qkv.attend(*given, mask=mask, return_weights=returned, engine="dense")
+            got = qkv.attend(*inputs, mask=mask, return_weights=returned)
+            want = qkv.attend(*inputs, mask=mask, return_weights=returned, engine="dense")
             torch.testing.assert_close(got, want)

@@ -26,8 +26,8 @@ CASES = {
 }
 
 
-class Beside:
-    """One of some threads; each puts something down, and takes what all have put."""
+class ThreadRank:
+    """One of several threads: each writes to a board and reads what all have written."""
 
     def __init__(self, rank, rows, board, barrier):
         self.rank, self.query_counts, self.board, self.barrier = rank, rows, board, barrier
@@ -35,9 +35,9 @@ class Beside:
     def _all(self, mine):
         self.board[self.rank] = mine
         self.barrier.wait(60)
-        found = list(self.board)
+        result = list(self.board)
         self.barrier.wait(60)
-        return found
+        return result
 
     def all_reduce_state(self, state, merge):
         return reduce(merge, self._all(state))
@@ -46,9 +46,9 @@ class Beside:
         return tuple(map(sum, zip(*self._all(arrays), strict=True)))
 
     def ring_shift(self, arrays, rows):
-        found = self._all(arrays)[self.rank - 1]
-        assert {x.shape[-2] for x in found} == {rows}
-        return tuple(found)
+        result = self._all(arrays)[self.rank - 1]
+        assert {x.shape[-2] for x in result} == {rows}
+        return tuple(result)
 
     def all_gather_rows(self, array):
         return torch.cat(self._all(array), -2)
@@ -64,7 +64,7 @@ def arrays():
     return [torch.randn(2, *x, dtype=torch.float64, generator=chance) for x in shapes]
 
 
-def together(how, rows=()):
+def attend_in_threads(options, rows=()):
     """Output and gradients of Σ out², put together from what each thread finds."""
     query, key, value = arrays()
     n, m, board, barrier = sum(QUERIES), sum(KEYS), [None] * len(KEYS), threading.Barrier(len(KEYS))
@@ -73,11 +73,11 @@ def together(how, rows=()):
         first, size = (starts(rows)[rank], rows[rank]) if rows else (0, n)
         col, count = starts(KEYS)[rank], KEYS[rank]
         parts = (query[:, first : first + size], *(x[:, col : col + count] for x in (key, value)))
-        given = [x.clone().requires_grad_() for x in parts]
-        across = Beside(rank, rows, board, barrier)
+        inputs = [x.clone().requires_grad_() for x in parts]
+        across = ThreadRank(rank, rows, board, barrier)
         try:
-            out = attend_sharded(across, ShardPosition(first, col, n, m), *given, **how)
-            slopes = torch.autograd.grad((out**2).sum(), given, materialize_grads=True)
+            out = attend_sharded(across, ShardPosition(first, col, n, m), *inputs, **options)
+            slopes = torch.autograd.grad((out**2).sum(), inputs, materialize_grads=True)
         except BaseException:
             barrier.abort()
             raise
@@ -91,18 +91,18 @@ def together(how, rows=()):
 
 
 @pytest.mark.parametrize("rows", [(), QUERIES], ids=["the same queries", "queries of one's own"])
-@pytest.mark.parametrize("how", CASES.values(), ids=CASES)
-def test_what_several_hold_is_attended_to_as_one(how, rows):
-    given = [x.requires_grad_() for x in arrays()]
-    out = qkv.attend(*given, **how, engine="dense")
-    slopes = torch.autograd.grad((out**2).sum(), given, materialize_grads=True)
-    for found, want in zip(together(how, rows), (out.detach(), *slopes), strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_what_several_hold_is_attended_to_as_one(options, rows):
+    inputs = [x.requires_grad_() for x in arrays()]
+    out = qkv.attend(*inputs, **options, engine="dense")
+    slopes = torch.autograd.grad((out**2).sum(), inputs, materialize_grads=True)
+    for actual, want in zip(attend_in_threads(options, rows), (out.detach(), *slopes), strict=True):
+        torch.testing.assert_close(actual, want, rtol=1e-9, atol=1e-9)
 
 
 def test_a_number_for_each_query_does_not_travel():
     query, key, value = arrays()
-    across = Beside(0, (5,), [None], threading.Barrier(1))
+    across = ThreadRank(0, (5,), [None], threading.Barrier(1))
     each = Softmax(torch.ones(2, 5, 1, dtype=torch.float64))
     with pytest.raises(CombinationError, match="not supported with sharded queries"):
         attend_sharded(across, ShardPosition(0, 0, 5, 7), query, key, value, weighting=each)

@@ -26,26 +26,28 @@ def test_few_queries_among_many_keys(fw, weighting, monkeypatch):
     """The keys are shared out, whatever the weighting; the states are merged in their order."""
     monkeypatch.setattr(streaming, "MAX_KEY_NUMBERS_PER_READ", 1)
     monkeypatch.setattr(threads, "CORE_COUNT", 3)
-    given = arrays(3, 2600)
-    given[1][2000] = given[1][100]  # a tie, far apart
+    inputs = arrays(3, 2600)
+    inputs[1][2000] = inputs[1][100]  # a tie, far apart
     tiling = streaming.build_tiling(
-        build_call(*given, "dot", "softmax", None, 0.0, None, None), 3, 512
+        build_call(*inputs, "dot", "softmax", None, 0.0, None, None), 3, 512
     )
     assert len(tiling) == 1 and len(tiling[0][1]) > 3
-    how = WEIGHTINGS[weighting]
-    want = qkv.attend(*given, weighting=how, engine="dense")
-    got = qkv.attend(*(fw.make_array(x) for x in given), weighting=how, engine="streaming")
+    resolved_weighting = WEIGHTINGS[weighting]
+    want = qkv.attend(*inputs, weighting=resolved_weighting, engine="dense")
+    got = qkv.attend(
+        *(fw.make_array(x) for x in inputs), weighting=resolved_weighting, engine="streaming"
+    )
     np.testing.assert_allclose(to_numpy(got), want, atol=1e-10)
 
 
 @pytest.mark.parametrize("fw", EAGER, ids=lambda fw: fw.name)
 def test_many_queries_in_threads(fw, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (16, 64))
-    given = arrays(200, 130)
-    want = qkv.attend(*given, mask=qkv.masks.causal, engine="dense")
+    inputs = arrays(200, 130)
+    want = qkv.attend(*inputs, mask=qkv.masks.causal, engine="dense")
     for _ in range(3):
         got = qkv.attend(
-            *(fw.make_array(x) for x in given), mask=qkv.masks.causal, engine="streaming"
+            *(fw.make_array(x) for x in inputs), mask=qkv.masks.causal, engine="streaming"
         )
         np.testing.assert_allclose(to_numpy(got), want, atol=1e-12)
 
@@ -71,17 +73,19 @@ def test_rows_searched_in_one_go(fw, alpha, m, monkeypatch):
     """Entmax from the few scores that may count; rows of large scores, and of one key."""
     monkeypatch.setattr(threads, "CORE_COUNT", 3)
     monkeypatch.setattr(streaming, "MAX_SEARCHED_NUMBERS_PER_BLOCK", 2**13)
-    given = arrays(64, m)
-    given[0][3] *= 1e15
-    given[1][-1] *= 9.0  # the largest of many rows stands last, beyond the last whole SOME
-    given[1][5] = 20 * given[0][9]
-    given[2][5] = np.nan  # a value that counts for some rows, the ninth among them, not for all
-    how = {"weighting": qkv.weightings.Entmax(alpha), "score": "dot"}
+    inputs = arrays(64, m)
+    inputs[0][3] *= 1e15
+    inputs[1][-1] *= 9.0  # the largest of many rows stands last, beyond the last whole SOME
+    inputs[1][5] = 20 * inputs[0][9]
+    inputs[2][5] = np.nan  # a value that counts for some rows, the ninth among them, not for all
+    options = {"weighting": qkv.weightings.Entmax(alpha), "score": "dot"}
     for mask in (None, np.arange(m) < np.arange(64)[:, None]):
-        want = qkv.attend(*given, **how, mask=mask, engine="dense")
+        want = qkv.attend(*inputs, **options, mask=mask, engine="dense")
         assert 0 < np.isnan(want).any(-1).sum() < 64
         mask = None if mask is None else fw.make_array(mask)
-        got = qkv.attend(*(fw.make_array(x) for x in given), **how, mask=mask, engine="streaming")
+        got = qkv.attend(
+            *(fw.make_array(x) for x in inputs), **options, mask=mask, engine="streaming"
+        )
         np.testing.assert_allclose(to_numpy(got), want, atol=1e-10)
 
 
@@ -120,45 +124,45 @@ def test_blocks_that_are_searched_are_shared_out_and_not_too_small(cores, monkey
     assert cols == 2048 and 64 <= rows <= 512
 
 
-@pytest.mark.parametrize("how", [
+@pytest.mark.parametrize("options", [
     {"score": qkv.scores.Modified("dot", lambda s, b, h, q, k: s - abs(q - k))},
     {"mask": qkv.masks.custom(lambda b, h, q, k: q >= k)},
 ])  # fmt: skip
-def test_functions_of_the_caller_under_torch_func(how):
+def test_functions_of_the_caller_under_torch_func(options):
     torch = pytest.importorskip("torch")
-    given = [torch.from_numpy(x) for x in arrays(3, 4)]
+    inputs = [torch.from_numpy(x) for x in arrays(3, 4)]
 
     def loss(query, engine="streaming"):
-        return qkv.attend(query, *given[1:], engine=engine, **how).square().sum()
+        return qkv.attend(query, *inputs[1:], engine=engine, **options).square().sum()
 
-    many = torch.stack([given[0], given[0] + 1])
+    many = torch.stack([inputs[0], inputs[0] + 1])
     got = torch.func.vmap(torch.func.grad(loss))(many)
     want = [torch.func.grad(lambda x: loss(x, "dense"))(x) for x in many]
     torch.testing.assert_close(got, torch.stack(want))
-    tangent = torch.func.jvp(loss, (given[0],), (many[1],))[1]
+    tangent = torch.func.jvp(loss, (inputs[0],), (many[1],))[1]
     torch.testing.assert_close(tangent, (want[0] * many[1]).sum())
 
 
 @pytest.mark.parametrize("places", ["qqv", "qvv", "qqq"])
-@pytest.mark.parametrize("how", ["save_on_cpu", "checkpoint"])
-def test_one_tensor_in_several_places_whose_copies_are_kept(how, places):
+@pytest.mark.parametrize("mode", ["save_on_cpu", "checkpoint"])
+def test_one_tensor_in_several_places_whose_copies_are_kept(mode, places):
     """Tensors saved for backward return as new tensors, which are still one leaf."""
     torch = pytest.importorskip("torch")
     checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
     make = torch.Generator().manual_seed(0)
     leaf = {x: torch.randn(2, 5, 4, generator=make, dtype=torch.float64) for x in "qv"}
-    given = [leaf[x].requires_grad_() for x in places]
+    inputs = [leaf[x].requires_grad_() for x in places]
     at = [leaf[x] for x in dict.fromkeys(places)]
 
-    def attended(*given, engine="streaming"):
-        return qkv.attend(*given, weighting="entmax15", engine=engine)
+    def attended(*args, engine="streaming"):
+        return qkv.attend(*args, weighting="entmax15", engine=engine)
 
-    want = torch.autograd.grad(attended(*given, engine="dense").square().sum(), at)
-    if how == "checkpoint":
-        out = checkpoint(attended, *given, use_reentrant=False)
+    want = torch.autograd.grad(attended(*inputs, engine="dense").square().sum(), at)
+    if mode == "checkpoint":
+        out = checkpoint(attended, *inputs, use_reentrant=False)
     else:
         with torch.autograd.graph.save_on_cpu():
-            out = attended(*given)
+            out = attended(*inputs)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), at), want)
 
 
@@ -167,15 +171,15 @@ def test_a_hook_on_a_tensor_sees_its_gradient_once(n):
     torch = pytest.importorskip("torch")
     make = torch.Generator().manual_seed(0)
     shapes = (2, n, 4), (2, n + 2, 4), (2, n + 2, 3), (4, 4)
-    given = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
-    *arrays, w = (x.requires_grad_() for x in given)
+    inputs = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
+    *arrays, w = (x.requires_grad_() for x in inputs)
 
     def slopes(engine):
         out = qkv.attend(*arrays, score=qkv.scores.Multiplicative(w), engine=engine)
-        return torch.autograd.grad(out.square().sum(), given)
+        return torch.autograd.grad(out.square().sum(), inputs)
 
     want = slopes("dense")
-    for x in given:
+    for x in inputs:
         x.register_hook(lambda slope: slope * 2)
     torch.testing.assert_close(slopes("streaming"), tuple(2 * slope for slope in want))
 
@@ -187,8 +191,8 @@ def test_a_tensor_that_is_the_query_and_inside_the_score():
     q.requires_grad_()
 
     def slope(engine):
-        how = {"score": lambda a, b: a @ b.mT + a @ q[0, 0, :, None], "weighting": "sigmoid"}
-        return torch.autograd.grad(qkv.attend(q, k, v, **how, engine=engine).square().sum(), q)
+        options = {"score": lambda a, b: a @ b.mT + a @ q[0, 0, :, None], "weighting": "sigmoid"}
+        return torch.autograd.grad(qkv.attend(q, k, v, **options, engine=engine).square().sum(), q)
 
     torch.testing.assert_close(slope("streaming"), slope("dense"))
 
@@ -218,9 +222,9 @@ def test_a_hook_on_what_a_function_holds_sees_its_gradient_once(capture, weights
 
     def slopes(engine):
         score = CAPTURES[capture](torch, w)
-        how = {"return_weights": True} if weights and engine != "dense" else {}
-        out = qkv.attend(q, k, v, score=score, **how, engine=None if how else engine)
-        out = out[0] if how else out
+        options = {"return_weights": True} if weights and engine != "dense" else {}
+        out = qkv.attend(q, k, v, score=score, **options, engine=None if options else engine)
+        out = out[0] if options else out
         (slope,) = torch.autograd.grad(out.square().sum(), w, create_graph=True)
         (second,) = torch.autograd.grad(slope.square().sum(), w, retain_graph=True)
         (plain,) = torch.autograd.grad(out.square().sum(), w, retain_graph=True)

@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("name", list(dates.MODELS))
 TEXTS = ["3 Mar 2021", "Wednesday, 3rd of September 2021", "1999/12/31"]
 
 
-def small(name: str) -> dates.Model:
+def build_small_model(name: str) -> dates.Model:
     torch.manual_seed(0)
     return dates.MODELS[name](32)
 
@@ -57,10 +57,10 @@ def test_pairs_read_back() -> None:
         plain = re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text)
         for pattern in patterns:
             try:
-                found = datetime.strptime(plain, pattern)
+                result = datetime.strptime(plain, pattern)
             except ValueError:
                 continue
-            assert found.date().isoformat() == answer
+            assert result.date().isoformat() == answer
             read += 1
     assert read > 500
 
@@ -81,27 +81,27 @@ def test_letters_are_numbers() -> None:
 
 @BOTH
 def test_decoding_is_the_full_pass_letter_by_letter(name: str) -> None:
-    model, source = small(name).eval(), dates.read(TEXTS)
+    model, source = build_small_model(name).eval(), dates.read(TEXTS)
     with torch.inference_mode():
-        found = model.translate(source)
-        assert found.shape == (3, dates.LENGTH)
-        assert torch.equal(model(source, found).argmax(-1), found)
+        result = model.translate(source)
+        assert result.shape == (3, dates.LENGTH)
+        assert torch.equal(model(source, result).argmax(-1), result)
 
 
 @BOTH
 def test_neighbours_in_a_batch_do_not_count(name: str) -> None:
-    model, target = small(name).eval(), dates.read(["2021-03-03"], dates.SIGNS)
+    model, target = build_small_model(name).eval(), dates.read(["2021-03-03"], dates.SIGNS)
     with torch.no_grad():
         alone = model(dates.read(TEXTS[:1]), target)
-        beside = model(dates.read(TEXTS), target.expand(3, -1))
-    torch.testing.assert_close(alone[0], beside[0], atol=1e-5, rtol=1e-5)
+        other = model(dates.read(TEXTS), target.expand(3, -1))
+    torch.testing.assert_close(alone[0], other[0], atol=1e-5, rtol=1e-5)
 
 
 @BOTH
 def test_an_alignment_is_made_of_weights(name: str) -> None:
     source, target = dates.read(TEXTS), dates.read(["2021-03-03"], dates.SIGNS).expand(3, -1)
     with torch.no_grad():
-        alpha = small(name).alignment(source, target)
+        alpha = build_small_model(name).alignment(source, target)
     assert alpha.shape == (3, dates.LENGTH, source.shape[1])
     torch.testing.assert_close(alpha.sum(-1), torch.ones(3, dates.LENGTH))
     assert not alpha[(source == 0)[:, None].expand_as(alpha)].any()
@@ -111,17 +111,19 @@ def test_an_alignment_is_made_of_weights(name: str) -> None:
 @BOTH
 def test_a_few_days_are_learned_by_heart(name: str) -> None:
     days = [date(2021, 3, 3), date(1987, 11, 25), date(2049, 6, 30)]
-    found = dates.learn(lambda: small(name), dates.Split(days, days, days), 60, 24, 1e-2)
-    assert found.curve[0].loss > 1.5
-    assert found.curve[-1].loss < 0.05
-    assert found.curve[-1].right == 1.0
-    again = dates.learn(lambda: small(name), dates.Split(days, days, days), 2, 24, 1e-2)
-    same = dates.learn(lambda: small(name), dates.Split(days, days, days), 2, 24, 1e-2)
+    result = dates.learn(
+        lambda: build_small_model(name), dates.Split(days, days, days), 60, 24, 1e-2
+    )
+    assert result.curve[0].loss > 1.5
+    assert result.curve[-1].loss < 0.05
+    assert result.curve[-1].right == 1.0
+    again = dates.learn(lambda: build_small_model(name), dates.Split(days, days, days), 2, 24, 1e-2)
+    same = dates.learn(lambda: build_small_model(name), dates.Split(days, days, days), 2, 24, 1e-2)
     assert again.curve == same.curve
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *given: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["dates.py", *given])
+def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["dates.py", *args])
     monkeypatch.setattr(dates, "TESTED", 20)
     monkeypatch.setattr(dates, "WATCHED", 10)
     return dates.main()

@@ -17,31 +17,31 @@ EACH = pytest.mark.parametrize("kind", list(letters.KINDS))
 TEXT = letters.text()
 
 
-def small(kind: str) -> letters.Model:
+def build_small_model(kind: str) -> letters.Model:
     torch.manual_seed(0)
     return letters.Model(len(TEXT.letters), kind)
 
 
-def spelled(numbers: torch.Tensor) -> str:
+def spell(numbers: torch.Tensor) -> str:
     return "".join(TEXT.letters[i] for i in numbers.tolist())
 
 
 def test_no_line_is_both_learned_and_asked() -> None:
-    learned, watched, held = (set(spelled(part).splitlines()) for part in TEXT[1:4])
+    learned, watched, held = (set(spell(part).splitlines()) for part in TEXT[1:4])
     assert (len(learned), len(watched), len(held)) == (240, 30, 30)
     assert len(learned | watched | held) == 300
     assert TEXT.line.rstrip("\n") in held
 
 
 def test_bits_of_a_model_that_knows_nothing() -> None:
-    model = small("dot")
+    model = build_small_model("dot")
     torch.nn.init.zeros_(model.head.weight)
     torch.nn.init.zeros_(model.head.bias)
     assert letters.bits(model, TEXT.held) == pytest.approx(math.log2(len(TEXT.letters)), rel=1e-5)
 
 
 def test_even_weights_attend_to_every_letter_so_far() -> None:
-    model = small("dot")
+    model = build_small_model("dot")
     for block in model.blocks:
         torch.nn.init.zeros_(block.self_attn.in_proj_weight)
     assert letters.attended(model, TEXT.held) == pytest.approx((letters.LENGTH + 1) / 2, rel=1e-4)
@@ -50,7 +50,7 @@ def test_even_weights_attend_to_every_letter_so_far() -> None:
 @EACH
 def test_weights_of_heads(kind: str) -> None:
     with torch.no_grad():
-        alpha = small(kind).weights(TEXT.held[None, :40])
+        alpha = build_small_model(kind).weights(TEXT.held[None, :40])
     assert alpha.shape == (1, letters.LAYERS, letters.HEADS, 40, 40)
     torch.testing.assert_close(alpha.sum(-1), torch.ones(alpha.shape[:-1]))
     assert not alpha.triu(1).any()
@@ -60,7 +60,7 @@ def test_weights_of_heads(kind: str) -> None:
 
 @EACH
 def test_writing_with_a_cache_is_the_full_pass(kind: str) -> None:
-    model, x = small(kind).eval(), TEXT.held[None, :20]
+    model, x = build_small_model(kind).eval(), TEXT.held[None, :20]
     caches = [(nn.Cache(), nn.Cache()) for _ in model.blocks]
     with torch.inference_mode():
         steps = torch.cat(
@@ -73,7 +73,8 @@ def test_writing_with_a_cache_is_the_full_pass(kind: str) -> None:
 
 def test_the_kinds_are_of_one_size() -> None:
     dot, additive, entmax = (
-        sum(weight.numel() for weight in small(kind).parameters()) for kind in letters.KINDS
+        sum(weight.numel() for weight in build_small_model(kind).parameters())
+        for kind in letters.KINDS
     )
     assert dot == entmax
     assert dot < additive < 1.01 * dot
@@ -82,14 +83,14 @@ def test_the_kinds_are_of_one_size() -> None:
 @pytest.mark.sample(1)
 @EACH
 def test_each_kind_learns(kind: str) -> None:
-    found = letters.learn(kind, TEXT, 20)
-    assert found.curve[0].bits > 5.5
-    assert found.curve[-1].bits < 4.6
+    result = letters.learn(kind, TEXT, 20)
+    assert result.curve[0].bits > 5.5
+    assert result.curve[-1].bits < 4.6
     assert letters.learn(kind, TEXT, 1).curve == letters.learn(kind, TEXT, 1).curve
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *given: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["letters.py", *given])
+def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["letters.py", *args])
     return letters.main()
 
 

@@ -31,13 +31,13 @@ def test_what_stands_before_each_letter() -> None:
 
 
 def test_chances_sum_to_one(tmp_path: Path) -> None:
-    given = memory.text()
-    network = memory.Network(len(given.letters))
-    model = memory.Model(network, given.letters, tmp_path / "some.qkv")
+    text = memory.text()
+    network = memory.Network(len(text.letters))
+    model = memory.Model(network, text.letters, tmp_path / "some.qkv")
     for _ in range(2):  # without rows, and with some
-        sums = model.chances(given.held[:20]).sum(-1)
+        sums = model.chances(text.held[:20]).sum(-1)
         torch.testing.assert_close(sums, torch.ones(20))
-        model.add(given.held[:50])
+        model.add(text.held[:50])
     model.database.close()
 
 

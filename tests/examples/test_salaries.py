@@ -20,7 +20,7 @@ PICTURES = {"salaries.png", "diabetes.png", "homes.png", "training.png"}
 
 
 @pytest.fixture(scope="module")
-def found() -> salaries.Study:
+def study() -> salaries.Study:
     return salaries.study(salaries.salaries(160), steps=40)
 
 
@@ -52,38 +52,38 @@ def test_generated_data_is_as_described() -> None:
     assert (homes.y / (40 + 38 * income))[near].mean() > (homes.y / (40 + 38 * income)).mean()
 
 
-def test_learning_beats_a_bandwidth_of_one(found: salaries.Study) -> None:
-    losses = found.losses["learned σ"]
+def test_learning_beats_a_bandwidth_of_one(study: salaries.Study) -> None:
+    losses = study.losses["learned σ"]
     assert losses[-1] < 0.75 * losses[0]
-    assert found.rmse("learned σ") < found.rmse("attend, σ = 1") < found.rmse("mean of all")
-    assert found.rmse("learned σ") < found.rmse("straight line")
-    assert found.r2("learned σ") > 0.7
-    assert 0.03 < found.bandwidths()[0] < 0.5
+    assert study.rmse("learned σ") < study.rmse("attend, σ = 1") < study.rmse("mean of all")
+    assert study.rmse("learned σ") < study.rmse("straight line")
+    assert study.r2("learned σ") > 0.7
+    assert 0.03 < study.bandwidths()[0] < 0.5
 
 
-def test_errors_are_those_of_scikit_learn(found: salaries.Study) -> None:
+def test_errors_are_those_of_scikit_learn(study: salaries.Study) -> None:
     from sklearn.metrics import r2_score, root_mean_squared_error
 
-    true = found.table.y[found.table.held_out]
-    for method, predicted in found.predicted.items():
-        assert found.rmse(method) == pytest.approx(root_mean_squared_error(true, predicted))
-        assert found.r2(method) == pytest.approx(r2_score(true, predicted))
+    true = study.table.y[study.table.held_out]
+    for method, predicted in study.predicted.items():
+        assert study.rmse(method) == pytest.approx(root_mean_squared_error(true, predicted))
+        assert study.r2(method) == pytest.approx(r2_score(true, predicted))
 
 
-def test_the_learned_kernel_is_the_equation(found: salaries.Study) -> None:
-    table = found.table
+def test_the_learned_kernel_is_the_equation(study: salaries.Study) -> None:
+    table = study.table
     query = table.x[table.held_out]
-    sigma = found.last.score.bandwidth.detach()
+    sigma = study.last.score.bandwidth.detach()
     attended = table.attended(query, scores.Gaussian(sigma))
-    np.testing.assert_allclose(found.best, attended, rtol=1e-5)
+    np.testing.assert_allclose(study.best, attended, rtol=1e-5)
     width = float(sigma) * table.spread[0]
     alpha = np.exp(-((query - table.x[table.known].T) ** 2) / (2 * width**2))
     by_hand = (alpha / alpha.sum(1, keepdims=True)) @ table.y[table.known]
-    np.testing.assert_allclose(found.best, by_hand, rtol=1e-4)
+    np.testing.assert_allclose(study.best, by_hand, rtol=1e-4)
 
 
-def test_the_query_listens_to_its_neighbours(found: salaries.Study) -> None:
-    gpa, alpha, answer = salaries.asked(found)
+def test_the_query_listens_to_its_neighbours(study: salaries.Study) -> None:
+    gpa, alpha, answer = salaries.asked(study)
     assert alpha.sum() == pytest.approx(1, abs=1e-5)
     assert alpha[abs(gpa - salaries.QUERY) <= 0.2].sum() > 0.9
     assert answer == pytest.approx(salaries.pay(np.array(salaries.QUERY)), abs=4)

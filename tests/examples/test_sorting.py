@@ -50,9 +50,9 @@ def test_a_hard_pointer_gives_a_number_as_it_was(
     model, _ = taught
     x = sorting.sequences(50, 4, seed=9)
     with torch.no_grad():
-        found, alpha = model(x, hard=True)
+        result, alpha = model(x, hard=True)
         soft = model(x)[1]
-    assert (found[..., None] == x[:, None, :]).any(-1).all()
+    assert (result[..., None] == x[:, None, :]).any(-1).all()
     assert ((alpha == 0) | (alpha == 1)).all() and (alpha.sum(-1) == 1).all()
     assert torch.equal(alpha.argmax(-1), soft.argmax(-1))
     torch.testing.assert_close(soft.sum(-1), torch.ones(50, 4))

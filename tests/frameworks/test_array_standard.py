@@ -168,10 +168,10 @@ def _namespace(fw):
 def test_elementwise(fw, name):
     function = getattr(_namespace(fw), name)
     for arguments in ELEMENTWISE[name]:
-        given = [fw.make_array(x) if isinstance(x, np.ndarray) else x for x in arguments]
+        inputs = [fw.make_array(x) if isinstance(x, np.ndarray) else x for x in arguments]
         with np.errstate(all="ignore"):
-            wanted = getattr(numpy_standard, name)(*arguments)
-        np.testing.assert_allclose(to_numpy(function(*given)), wanted, rtol=2e-7, atol=1e-15)
+            expected = getattr(numpy_standard, name)(*arguments)
+        np.testing.assert_allclose(to_numpy(function(*inputs)), expected, rtol=2e-7, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -179,8 +179,8 @@ def test_other_functions(fw, name):
     if (fw.name, name) == ("torch", "unique_all"):
         pytest.skip("torch does not give the first position of a value")
     call = CALLS[name]
-    found = call(_namespace(fw), *map(fw.make_array, (X, Y, POSITIONS)))
-    np.testing.assert_allclose(to_numpy(found), call(numpy_standard, X, Y, POSITIONS), rtol=2e-7)
+    result = call(_namespace(fw), *map(fw.make_array, (X, Y, POSITIONS)))
+    np.testing.assert_allclose(to_numpy(result), call(numpy_standard, X, Y, POSITIONS), rtol=2e-7)
 
 
 @pytest.mark.parametrize("name", ["conj", "real", "imag"])
@@ -188,8 +188,8 @@ def test_complex_numbers(fw, name):
     if fw.name == "mxnet":
         pytest.skip("MXNet has no complex numbers")
     xp, x = _namespace(fw), np.array([1 + 2j, -3 - 4j])
-    found = getattr(xp, name)(xp.asarray(x.tolist(), dtype=xp.complex128))
-    np.testing.assert_allclose(to_numpy(found), getattr(np, name)(x))
+    result = getattr(xp, name)(xp.asarray(x.tolist(), dtype=xp.complex128))
+    np.testing.assert_allclose(to_numpy(result), getattr(np, name)(x))
 
 
 def test_data_types(fw):
@@ -214,5 +214,5 @@ def test_a_score_may_use_any_function(fw):
 
     scores = np.log1p(np.abs(X @ Y.T))
     weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    found = attend(query, key, value, score=score)
-    np.testing.assert_allclose(to_numpy(found), weights @ X, rtol=1e-6)
+    result = attend(query, key, value, score=score)
+    np.testing.assert_allclose(to_numpy(result), weights @ X, rtol=1e-6)

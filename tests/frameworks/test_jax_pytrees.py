@@ -12,13 +12,13 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 
-def given(*shapes):
+def random_arrays(*shapes):
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=shape), "float32") for shape in shapes]
 
 
-Q, K, V = given((2, 5, 3), (2, 6, 3), (2, 6, 4))
-(W,) = given((3, 3))
+Q, K, V = random_arrays((2, 5, 3), (2, 6, 3), (2, 6, 4))
+(W,) = random_arrays((3, 3))
 
 HOW = {
     "bandwidth": {"score": scores.Gaussian(jnp.float32(0.7))},
@@ -32,9 +32,9 @@ HOW = {
 
 @pytest.mark.parametrize("what", HOW)
 def test_as_an_argument_of_jit(what):
-    how = HOW[what]
-    got = jax.jit(lambda how, q: qkv.attend(q, K, V, **how))(how, Q)
-    host = jax.tree.map(np.asarray, (Q, K, V, how))
+    options = HOW[what]
+    got = jax.jit(lambda options, q: qkv.attend(q, K, V, **options))(options, Q)
+    host = jax.tree.map(np.asarray, (Q, K, V, options))
     np.testing.assert_allclose(got, qkv.attend(*host[:3], **host[3]), 1e-5, 1e-6)
 
 

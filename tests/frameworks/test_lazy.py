@@ -10,20 +10,20 @@ from qkv.frameworks.lazy import LazySequence, lazy_arrays
 
 
 def test_rows_are_made_once_for_all_names() -> None:
-    asked = []
+    requests = []
 
     def make(start: int, stop: int) -> dict[str, np.ndarray]:
-        asked.append((start, stop))
+        requests.append((start, stop))
         x = np.arange(start, stop)
         return {"x": x, "square": np.stack([x, x**2], axis=1).astype("f4")}
 
     arrays = lazy_arrays(make, 20)
     assert [len(x) for x in arrays.values()] == [20, 20]
     assert arrays["square"].shape == (20, 2) and arrays["square"].dtype == np.float32
-    some = {name: x[5:18][2:] for name, x in arrays.items()}
-    np.testing.assert_array_equal(some["x"], np.arange(7, 18))
-    np.testing.assert_array_equal(np.asarray(some["square"], float)[:, 1], np.arange(7, 18) ** 2.0)
-    assert asked == [(0, 1), (7, 18)]
+    parts = {name: x[5:18][2:] for name, x in arrays.items()}
+    np.testing.assert_array_equal(parts["x"], np.arange(7, 18))
+    np.testing.assert_array_equal(np.asarray(parts["square"], float)[:, 1], np.arange(7, 18) ** 2.0)
+    assert requests == [(0, 1), (7, 18)]
     assert np.asarray(arrays["x"][30:40]).shape == (0,) == np.asarray(arrays["x"][9:4]).shape
 
 

@@ -20,7 +20,7 @@ def array(x: Any) -> Any:
     return mx.np.array(x, dtype=np.asarray(x).dtype)
 
 
-def both(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
+def run_both(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
     """The same call on MXNet and on NumPy; an option that is a function makes it of an array."""
 
     def run(make: Any) -> Any:
@@ -31,8 +31,8 @@ def both(x: np.ndarray, **options: Any) -> tuple[Any, Any]:
 
 
 def test_the_mean_of_heads_keeps_its_digits() -> None:
-    found, wanted = both(X[0], return_weights="mean")
-    np.testing.assert_allclose(found[1].asnumpy(), wanted[1], rtol=1e-13)
+    actual, expected = run_both(X[0], return_weights="mean")
+    np.testing.assert_allclose(actual[1].asnumpy(), expected[1], rtol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_the_mean_of_heads_keeps_its_digits() -> None:
     ids=["alpha", "lengths"],
 )
 def test_an_array_without_axes(options: dict[str, Any]) -> None:
-    found, wanted = both(X[0, 0, 0], **options)
-    np.testing.assert_allclose(found.asnumpy(), wanted, rtol=1e-12)
+    actual, expected = run_both(X[0, 0, 0], **options)
+    np.testing.assert_allclose(actual.asnumpy(), expected, rtol=1e-12)
 
 
 def test_a_learned_alpha_without_axes_has_a_gradient() -> None:
@@ -63,8 +63,8 @@ def test_a_learned_alpha_without_axes_has_a_gradient() -> None:
 
 def test_three_leading_axes_and_a_score_that_compares_pairs() -> None:
     held = [RNG.normal(size=shape) for shape in ((6, 3), (6, 3), (6,))]
-    found, wanted = both(X, score=lambda make: scores.Additive(*map(make, held)))
-    np.testing.assert_allclose(found.asnumpy(), wanted, rtol=1e-12)
+    actual, expected = run_both(X, score=lambda make: scores.Additive(*map(make, held)))
+    np.testing.assert_allclose(actual.asnumpy(), expected, rtol=1e-12)
 
 
 def test_what_is_no_array_of_mx_np_is_refused_by_name() -> None:

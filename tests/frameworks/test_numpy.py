@@ -64,19 +64,19 @@ def test_the_largest_of_a_long_row_are_those_of_a_sort(shape: tuple[int, ...], k
     if x.size:
         rows = x.reshape(-1, shape[-1])
         rows[0, 3], rows[0, 17], rows[-1, 5:900] = -np.inf, np.nan, np.nan
-    found, at = load_framework("numpy").stable_topk(x, k)
+    result, at = load_framework("numpy").stable_topk(x, k)
     order = np.argsort(np.where(np.isnan(x), -np.inf, -x), axis=-1, kind="stable")[..., :k]
     np.testing.assert_array_equal(at, order)
-    np.testing.assert_array_equal(found, np.take_along_axis(x, order, axis=-1))
+    np.testing.assert_array_equal(result, np.take_along_axis(x, order, axis=-1))
 
 
 def test_a_matrix_is_an_array_and_a_masked_one_is_refused():
     x = np.random.default_rng(0).normal(size=(3, 3))
     want = qkv.attend(x, x, x)
     for kind in (lambda x: x.view(np.matrix), np.ma.masked_array):
-        for given in ((kind(x), x, x), (x, kind(x), x), (x, x, kind(x)), [kind(x)] * 3):
+        for inputs in ((kind(x), x, x), (x, kind(x), x), (x, x, kind(x)), [kind(x)] * 3):
             for _ in range(2):  # the second finds a plan
-                got = qkv.attend(*given)
+                got = qkv.attend(*inputs)
                 assert type(got) is np.ndarray
                 np.testing.assert_allclose(got, want)
     hidden = np.ma.masked_array(x, mask=x > 0)

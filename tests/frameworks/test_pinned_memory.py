@@ -64,8 +64,8 @@ def test_rows_that_are_sent_are_those_that_are_read(monkeypatch):
     keys, values = rng.normal(size=(2, 1500, 8)).astype(np.float16)
     rows = StoredRows(lambda: [RowChunk(keys, values)], keys.shape, 8)
     query = torch.from_numpy(rng.normal(size=(3, 8)).astype(np.float32))
-    how, count = {"score": "dot", "weighting": "softmax"}, []
-    want = attention.attend_rows(rows, query, **how)
+    options, count = {"score": "dot", "weighting": "softmax"}, []
+    want = attention.attend_rows(rows, query, **options)
 
     def read(self, data, like, dtype):
         device = Late()
@@ -75,7 +75,7 @@ def test_rows_that_are_sent_are_those_that_are_read(monkeypatch):
         return out.to(getattr(torch, dtype))
 
     monkeypatch.setattr(adapter.Torch, "block_from_host", read)
-    assert torch.equal(attention.attend_rows(rows, query, **how), want)
+    assert torch.equal(attention.attend_rows(rows, query, **options), want)
     assert sum(count) == keys.nbytes + values.nbytes
 
 

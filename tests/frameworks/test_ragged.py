@@ -52,7 +52,7 @@ def test_parts_are_joined_and_cut_again() -> None:
     assert lists(concat_ragged([ROWS[2:], ROWS])[1:3][1:]) == [[10, 11]]
 
 
-def both(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
+def random_sparse(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Vectors with few numbers, dense and sparse, and the places that stand for their columns."""
     dense = RNG.normal(size=(rows, width)).astype(np.float32) * (RNG.random((rows, width)) < 0.2)
     place = np.sort(RNG.choice(2**32, width, replace=False).astype(np.uint32))
@@ -61,11 +61,11 @@ def both(rows: int, width: int) -> tuple[np.ndarray, Ragged, np.ndarray]:
 
 
 def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
-    key, kept, place = both(50, 40)
+    key, kept, place = random_sparse(50, 40)
     query = np.zeros((3, 40), np.float32)
     query[:, 5:12] = RNG.normal(size=(3, 7))
-    asked = place[5:12]
-    short, long = query[:, 5:12], gather_columns(kept, asked)
+    positions = place[5:12]
+    short, long = query[:, 5:12], gather_columns(kept, positions)
     np.testing.assert_array_equal(long[:, :-1], key[:, 5:12])
     np.testing.assert_allclose(short @ long[:, :-1].T, query @ key.T, atol=1e-6)
     own = np.concatenate([short, np.zeros((3, 1), np.float32)], axis=1)
@@ -74,7 +74,7 @@ def test_products_and_distances_are_those_of_the_dense_vectors() -> None:
 
 
 def test_entries_are_given_back_to_the_last_bit() -> None:
-    _, kept, _ = both(5, 9)
+    _, kept, _ = random_sparse(5, 9)
     row = np.repeat(np.arange(5), np.diff(kept.starts))
     again = build_sparse(row, entry_positions(kept), entry_values(kept), 5)
     np.testing.assert_array_equal(again.flat, kept.flat)
@@ -83,18 +83,18 @@ def test_entries_are_given_back_to_the_last_bit() -> None:
 
 def test_places_that_share_their_low_bits_are_distinguished() -> None:
     place = np.array([7, 7 + (1 << 16), 7 + (1 << 20)])
-    kept = build_sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
-    assert gather_columns(kept, place[1:2].astype(np.uint32)).tolist() == [
+    matrix = build_sparse(np.zeros(3, int), place, np.array([1.0, 2.0, 3.0]), 1)
+    assert gather_columns(matrix, place[1:2].astype(np.uint32)).tolist() == [
         [2.0, pytest.approx(10**0.5)]
     ]
-    assert gather_columns(kept, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
+    assert gather_columns(matrix, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
 
 
 def test_a_wide_array_is_cut_before_it_is_made() -> None:
-    _, kept, place = both(20, 30)
+    _, kept, place = random_sparse(20, 30)
     dense = RNG.normal(size=(20, 4)).astype(np.float16)
-    whole = DenseAndSparse(dense, kept, place[3:9])
-    assert whole.shape == np.asarray(whole).shape == (20, 11) and len(whole) == 20
-    np.testing.assert_array_equal(np.asarray(whole[4:9]), np.asarray(whole)[4:9])
-    some = RNG.random(20) < 0.5
-    np.testing.assert_array_equal(np.asarray(whole[some], np.float64), np.asarray(whole)[some])
+    full = DenseAndSparse(dense, kept, place[3:9])
+    assert full.shape == np.asarray(full).shape == (20, 11) and len(full) == 20
+    np.testing.assert_array_equal(np.asarray(full[4:9]), np.asarray(full)[4:9])
+    chosen = RNG.random(20) < 0.5
+    np.testing.assert_array_equal(np.asarray(full[chosen], np.float64), np.asarray(full)[chosen])

@@ -79,20 +79,20 @@ def test_the_mean_of_the_heads():
 
 
 @pytest.mark.parametrize(
-    ("how", "error"),
+    ("options", "error"),
     [
         ({"mask": np.ones((3, 5), bool)}, qkv.errors.FrameworkError),
         ({"mask": qkv.masks.lengths([1, 2, 3])}, qkv.errors.ShapeError),
         ({"score": "dots"}, qkv.errors.ArgumentError),
     ],
 )
-def test_an_error_within_a_graph_is_of_its_class(how, error):
+def test_an_error_within_a_graph_is_of_its_class(options, error):
     """AutoGraph puts an error of its own in the place of one that it cannot make again."""
     x = tf.ones((2, 5, 4))
 
     @tf.function
     def call(x):
-        return qkv.attend(x, x, x, **how)
+        return qkv.attend(x, x, x, **options)
 
     with pytest.raises(error, match="in user code"):
         call(x)
@@ -100,12 +100,12 @@ def test_an_error_within_a_graph_is_of_its_class(how, error):
 
 def test_an_error_for_ragged_rows_names_the_next_step():
     rows = tf.ragged.constant([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], ragged_rank=1)
-    for given in ((rows,) * 3, (tf.ones((2, 3, 2)), rows, rows)):
+    for inputs in ((rows,) * 3, (tf.ones((2, 3, 2)), rows, rows)):
         with pytest.raises(qkv.errors.DtypeError, match=r"to_tensor\(\).*masks.lengths"):
-            qkv.attend(*given)
+            qkv.attend(*inputs)
     key = rows.to_tensor()
-    found = qkv.attend(key, key, key, mask=qkv.masks.lengths(rows.row_lengths()))
-    np.testing.assert_allclose(found[0, 0], [1.0, 2.0])
+    result = qkv.attend(key, key, key, mask=qkv.masks.lengths(rows.row_lengths()))
+    np.testing.assert_allclose(result[0, 0], [1.0, 2.0])
 
 
 def test_a_rank_that_only_a_run_tells_is_refused():

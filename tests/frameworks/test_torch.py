@@ -24,7 +24,7 @@ KINDS = {
 
 
 @pytest.fixture(name="arrays")
-def given():
+def random_arrays():
     chance = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4)
     return [torch.randn(shape, generator=chance, dtype=torch.float64) for shape in shapes]
@@ -35,8 +35,8 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        how = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
-        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **how)
+        options = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **options)
         self.inner = inner
         return self
 
@@ -47,16 +47,16 @@ class Wrapped(torch.Tensor):
         def opened(x):
             return x.inner if isinstance(x, Wrapped) else x
 
-        found = function(*tree_map(opened, args), **tree_map(opened, kwargs or {}))
-        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, found)
+        result = function(*tree_map(opened, args), **tree_map(opened, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_that_wrap_others(arrays, kind):
     want = qkv.attend(*arrays, **KINDS[kind])
-    for given in ([Wrapped(x) for x in arrays], [arrays[0], *map(Wrapped, arrays[1:])]):
-        found = qkv.attend(*given, **KINDS[kind])
-        torch.testing.assert_close(found.inner, want)
+    for inputs in ([Wrapped(x) for x in arrays], [arrays[0], *map(Wrapped, arrays[1:])]):
+        actual = qkv.attend(*inputs, **KINDS[kind])
+        torch.testing.assert_close(actual.inner, want)
 
 
 def test_tensors_that_several_processes_hold():
@@ -69,18 +69,22 @@ def test_tensors_that_several_processes_hold():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        for how in ({}, {"score": "gaussian"}, {"weighting": "sigmoid"}):
+        for options in ({}, {"score": "gaussian"}, {"weighting": "sigmoid"}):
             plain = x.clone().requires_grad_()
-            given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
-            found = qkv.attend(given, given, given, **how).full_tensor()
-            want = qkv.attend(plain, plain, plain, **how)
-            torch.testing.assert_close(found, want)
-            for out in (found, want):
+            sharded = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+            actual = qkv.attend(sharded, sharded, sharded, **options).full_tensor()
+            want = qkv.attend(plain, plain, plain, **options)
+            torch.testing.assert_close(actual, want)
+            for out in (actual, want):
                 (out * along).sum().backward()
-            torch.testing.assert_close(given.grad.full_tensor(), plain.grad)
-        for how in ({"weighting": "entmax15"}, {"mask": "causal"}, {"dropout_p": 0.5, "seed": 1}):
+            torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
+        for options in (
+            {"weighting": "entmax15"},
+            {"mask": "causal"},
+            {"dropout_p": 0.5, "seed": 1},
+        ):
             with pytest.raises(FrameworkError, match=r"DTensors.*to_local\(\)"):
-                qkv.attend(given, given, given, **how)
+                qkv.attend(sharded, sharded, sharded, **options)
     finally:
         distributed.destroy_process_group()
 
@@ -111,10 +115,10 @@ def test_what_is_no_block_of_numbers_is_refused_by_name(layout):
 
 def test_a_default_device_is_not_where_the_numbers_are(arrays):
     with torch.device("meta"):
-        found = [qkv.attend(*arrays, dropout_p=0.5)]
+        result = [qkv.attend(*arrays, dropout_p=0.5)]
         for seed in (1, None):
-            found.append(qkv.attend(*arrays, score="gaussian", dropout_p=0.5, seed=seed))
-    assert all(x.is_cpu and x.isfinite().all() for x in found)
+            result.append(qkv.attend(*arrays, score="gaussian", dropout_p=0.5, seed=seed))
+    assert all(x.is_cpu and x.isfinite().all() for x in result)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -122,29 +126,29 @@ def test_a_default_device_is_not_where_the_codes_are(count):
     chance = np.random.default_rng(0)
     vectors, codes = chance.normal(size=(count, 8)), chance.integers(-9, 9, (40, 8), np.int8)
     with torch.device("meta"):
-        found = Int8Queries(vectors).inner_products(codes)
-    np.testing.assert_allclose(found, vectors @ codes.T, atol=1e-3)
+        result = Int8Queries(vectors).inner_products(codes)
+    np.testing.assert_allclose(result, vectors @ codes.T, atol=1e-3)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda given: masks.lengths(given([3, 5])),
-        lambda given: masks.causal(offset=given([1, 2])),
-        lambda given: masks.documents(given([0, 0, 1, 1, 1]), given([0, 0, 0, 1, 1, 1])),
+        lambda convert: masks.lengths(convert([3, 5])),
+        lambda convert: masks.causal(offset=convert([1, 2])),
+        lambda convert: masks.documents(convert([0, 0, 1, 1, 1]), convert([0, 0, 0, 1, 1, 1])),
     ],
     ids=["lengths", "offset", "documents"],
 )
-@pytest.mark.parametrize("how", ["tensor", "compiled"])
-def test_numbers_of_a_mask_go_to_the_device_of_the_query(arrays, make, how):
-    given = torch.tensor if how == "tensor" else list
+@pytest.mark.parametrize("mode", ["tensor", "compiled"])
+def test_numbers_of_a_mask_go_to_the_device_of_the_query(arrays, make, mode):
+    convert = torch.tensor if mode == "tensor" else list
     far = [x.to("meta") for x in arrays]
 
     def call(*arrays):
-        return qkv.attend(*arrays, mask=make(given))
+        return qkv.attend(*arrays, mask=make(convert))
 
-    function = torch.compile(call, backend="eager") if how == "compiled" else call
+    function = torch.compile(call, backend="eager") if mode == "compiled" else call
     assert function(*far).is_meta
 
 
@@ -157,10 +161,10 @@ def test_products_of_short_matrices(lead, mkl, monkeypatch):
     monkeypatch.setattr(adapter, "HAS_MKL", mkl)
     inner, chance = adapter.FRAMEWORK.inner_products, np.random.default_rng(0)
     x, y = (chance.normal(size=(*shape, 2)) for shape in ((2, 3, 12), (*lead, 3)))
-    given = [torch.as_tensor(part) for part in (x, y)]
-    np.testing.assert_allclose(inner(*given), x @ y.swapaxes(-1, -2), atol=1e-12)
-    one, other = (part.clone().requires_grad_() for part in given)
-    for pair in ((one, other), (one, given[1]), (given[0], other)):
+    inputs = [torch.as_tensor(part) for part in (x, y)]
+    np.testing.assert_allclose(inner(*inputs), x @ y.swapaxes(-1, -2), atol=1e-12)
+    one, other = (part.clone().requires_grad_() for part in inputs)
+    for pair in ((one, other), (one, inputs[1]), (inputs[0], other)):
         np.testing.assert_allclose(inner(*pair).detach(), x @ y.swapaxes(-1, -2), atol=1e-12)
         assert torch.autograd.gradcheck(inner, pair)
     assert torch.autograd.gradgradcheck(inner, (one[:1, :1], other[..., :1, :]))
@@ -179,9 +183,9 @@ def test_dropout_is_mapped_inside_a_graph_of_any_length(randomness):
     torch.manual_seed(0)
     for n in (8, 13, 15):
         x = torch.randn(n, 3)
-        found, alpha = compiled(x.expand(2, n, 3)), qkv.weights(x, x, score="laplace")
-        live = found != 0
-        torch.testing.assert_close(found[live], (2 * alpha).expand_as(found)[live])
+        result, alpha = compiled(x.expand(2, n, 3)), qkv.weights(x, x, score="laplace")
+        live = result != 0
+        torch.testing.assert_close(result[live], (2 * alpha).expand_as(result)[live])
         assert 0.3 < live.float().mean() < 0.7
         assert torch.equal(*live) == (randomness == "same")
 
@@ -205,9 +209,9 @@ def test_a_constant_is_copied_to_a_device_once_and_forgotten_with_its_array():
 class DataDependent(torch.nn.Module):
     """Attention over as many keys as the data say, under a mask of that size."""
 
-    def __init__(self, how, by_item, floats):
+    def __init__(self, options, by_item, floats):
         super().__init__()
-        self.how, self.by_item, self.floats = how, by_item, floats
+        self.options, self.by_item, self.floats = options, by_item, floats
 
     def forward(self, query, key, live):
         if self.by_item:
@@ -222,24 +226,24 @@ class DataDependent(torch.nn.Module):
             key = key[:, :, at]
         mask = (torch.arange(size)[None] != 1).expand(query.shape[-2], size)
         mask = torch.where(mask, 0.0, -torch.inf) if self.floats else mask
-        return qkv.attend(query, key, key, mask=mask, **self.how)
+        return qkv.attend(query, key, key, mask=mask, **self.options)
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("floats", [False, True])
 @pytest.mark.parametrize("by_item", [False, True])
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{}, {"weighting": "entmax15"}, {"weighting": "sigmoid"}, {"score": "gaussian"}],
     ids=str,
 )
-def test_a_mask_whose_size_the_data_decide_is_exported(how, by_item, floats):
-    model = DataDependent(how, by_item, floats)
+def test_a_mask_whose_size_the_data_decide_is_exported(options, by_item, floats):
+    model = DataDependent(options, by_item, floats)
     query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4)
     made = torch.export.export(model, (query, key, torch.tensor([1, 1, 1, 1, 1, 0, 0]))).module()
     for live in ([1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]):
-        given = query, key, torch.tensor(live)
-        torch.testing.assert_close(made(*given), model(*given))
+        inputs = query, key, torch.tensor(live)
+        torch.testing.assert_close(made(*inputs), model(*inputs))
 
 
 def test_a_batch_whose_size_the_data_decide_is_exported():

@@ -42,8 +42,8 @@ def numbers(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype("float32")
 
 
-def close(found: Any, expected: Any, within: float = 1e-5) -> None:
-    np.testing.assert_allclose(to_numpy(found), to_numpy(expected), atol=within, rtol=within)
+def assert_close(actual: Any, expected: Any, within: float = 1e-5) -> None:
+    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=within, rtol=within)
 
 
 def additive() -> scores.Score:
@@ -106,9 +106,9 @@ def test_attention_is_the_equation() -> None:
     q, k, v = numbers(2, 3, 4), numbers(2, 5, 4), numbers(2, 5, 6)
     s = np.exp(q @ k.swapaxes(1, 2) / 2)
     alpha = s / s.sum(-1, keepdims=True)
-    out, found = Attention()([q, v, k], return_attention_scores=True)
-    close(out, alpha @ v)
-    close(found, alpha)
+    out, result = Attention()([q, v, k], return_attention_scores=True)
+    assert_close(out, alpha @ v)
+    assert_close(result, alpha)
 
 
 @pytest.mark.sample(5)
@@ -122,25 +122,25 @@ def test_attention_with_every_score(name: str) -> None:
         reference = SCORES[name]()
     q, k, v = numbers(2, 3, 4), numbers(2, 5, 4), numbers(2, 5, 6)
     wide = (x.astype("float64") for x in (q, k, v))
-    close(Attention(score=SCORES[name]())([q, v, k]), qkv.attend(*wide, score=reference))
+    assert_close(Attention(score=SCORES[name]())([q, v, k]), qkv.attend(*wide, score=reference))
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WEIGHTINGS)
 def test_attention_with_every_weighting(name: str) -> None:
     q, k, v = numbers(2, 3, 4), numbers(2, 5, 4), numbers(2, 5, 6)
-    how = {"weighting": WEIGHTINGS[name]}
+    options = {"weighting": WEIGHTINGS[name]}
     wide = [x.astype("float64") for x in (q, k, v)]
-    out, alpha = Attention(**how)([q, v, k], return_attention_scores=True)
-    close(out, qkv.attend(*wide, **how))
-    close(alpha, qkv.weights(*wide[:2], **how))
+    out, alpha = Attention(**options)([q, v, k], return_attention_scores=True)
+    assert_close(out, qkv.attend(*wide, **options))
+    assert_close(alpha, qkv.weights(*wide[:2], **options))
 
 
 def test_without_a_key_the_value_is_the_key() -> None:
     q, v = numbers(2, 3, 4), numbers(2, 5, 4)
-    close(Attention()([q, v]), Attention()([q, v, v]))
+    assert_close(Attention()([q, v]), Attention()([q, v, v]))
     keras_layer = keras.layers.Attention()
-    close(Attention(score="dot")([q, v]), keras_layer([q, v]))
+    assert_close(Attention(score="dot")([q, v]), keras_layer([q, v]))
 
 
 def test_float64_keeps_its_digits() -> None:
@@ -148,7 +148,7 @@ def test_float64_keeps_its_digits() -> None:
         pytest.skip("JAX has float64 only if the whole process does")
     q, v = RNG.standard_normal((2, 3, 4)), RNG.standard_normal((2, 5, 4))
     out = Attention(score="gaussian", dtype="float64")([q, v])
-    close(out, qkv.attend(q, v, v, score="gaussian"), 1e-13)
+    assert_close(out, qkv.attend(q, v, v, score="gaussian"), 1e-13)
 
 
 def test_self_attention_is_the_seeds_formula() -> None:
@@ -159,8 +159,8 @@ def test_self_attention_is_the_seeds_formula() -> None:
     assert (w_q.shape, w_k.shape, w_v.shape) == ((4, 3), (4, 3), (4, 6))
     s = np.exp((x @ w_q) @ (x @ w_k).swapaxes(1, 2) / np.sqrt(3))
     expected = s / s.sum(-1, keepdims=True)
-    close(alpha, expected)
-    close(out, expected @ (x @ w_v))
+    assert_close(alpha, expected)
+    assert_close(out, expected @ (x @ w_v))
     assert not np.allclose(w_q, w_k)
     assert SelfAttention()(x).shape == (2, 5, 4)
 
@@ -171,7 +171,7 @@ def test_feed_forward_is_its_formula() -> None:
     out = layer(x)
     w1, b1, w2, b2 = layer.get_weights()
     assert (w1.shape, w2.shape) == ((4, 8), (8, 3))
-    close(out, np.maximum(x @ w1 + b1, 0) @ w2 + b2)
+    assert_close(out, np.maximum(x @ w1 + b1, 0) @ w2 + b2)
     assert FeedForward(8, use_bias=False)(x).shape == (2, 5, 4)
     assert len(FeedForward(8, use_bias=False).weights) == 0  # not built yet
 
@@ -188,7 +188,7 @@ def test_a_learned_score_by_its_name_or_class(name: str) -> None:
     out = layer([x, memory])
     score = LEARNED[name](*layer.get_weights())
     within = 1e-5 if BACKEND == "jax" else 1e-12
-    close(out, qkv.attend(x, memory, memory, score=score, engine="dense"), within)
+    assert_close(out, qkv.attend(x, memory, memory, score=score, engine="dense"), within)
     heads = MultiHeadAttention(2, 3, score=LEARNED[name], dtype=wide)
     out, alpha = heads(x, memory, return_attention_scores=True)
     count = len(layer.get_weights())
@@ -199,7 +199,7 @@ def test_a_learned_score_by_its_name_or_class(name: str) -> None:
         for y, w, b in ((x, w_q, b_q), (memory, w_k, b_k))
     )
     score = LEARNED[name](*own)
-    close(alpha, qkv.weights(q, k, score=score), within)
+    assert_close(alpha, qkv.weights(q, k, score=score), within)
 
 
 @pytest.mark.parametrize("name", ["additive", "multiplicative"])
@@ -243,7 +243,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(**options: Any) -> tuple[Any, Any]:
+def build_pair(**options: Any) -> tuple[Any, Any]:
     """Ours with the weights of Keras's own."""
     ours, theirs = (
         kind(2, 3, **options) for kind in (MultiHeadAttention, keras.layers.MultiHeadAttention)
@@ -262,14 +262,14 @@ PAIRS = [("plain", call) for call in CALLS] + [(option, "mask and causal") for o
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("options", "call"), dict.fromkeys(PAIRS))
 def test_multi_head_attention_is_that_of_keras(options: str, call: str) -> None:
-    ours, theirs = both(**OPTIONS[options])
+    ours, theirs = build_pair(**OPTIONS[options])
     q, v, k = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
-    how = CALLS[call]
-    expected, alpha = theirs(q, v, k, return_attention_scores=True, **how)
-    close(ours(q, v, k, **how), expected)
-    out, found = ours(q, v, k, return_attention_scores=True, **how)
-    close(out, expected)
-    close(found, alpha)
+    settings = CALLS[call]
+    expected, alpha = theirs(q, v, k, return_attention_scores=True, **settings)
+    assert_close(ours(q, v, k, **settings), expected)
+    out, actual = ours(q, v, k, return_attention_scores=True, **settings)
+    assert_close(out, expected)
+    assert_close(actual, alpha)
 
 
 AXES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = {
@@ -282,23 +282,23 @@ AXES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...] | N
 """attention_axes, the shapes of query and value, and of a mask."""
 
 
-def alike(ours: Any, theirs: Any, *inputs: Any, **how: Any) -> None:
+def check_same_layers(ours: Any, theirs: Any, *inputs: Any, **options: Any) -> None:
     """Ours with the weights of Keras's own gives the same, and the same shapes beforehand."""
     for layer in (theirs, ours):
-        layer(*inputs, **how)
+        layer(*inputs, **options)
     for w in theirs.weights:
         w.assign(numbers(*w.shape) / 2)
     ours.set_weights(theirs.get_weights())
     assert [(w.name, w.shape) for w in ours.weights] == [(w.name, w.shape) for w in theirs.weights]
-    found, want = (x(*inputs, return_attention_scores=True, **how) for x in (ours, theirs))
-    for one, two in zip(found, want, strict=True):
-        close(one, two)
-    close(ours(*inputs, **how), want[0])
+    actual, want = (x(*inputs, return_attention_scores=True, **options) for x in (ours, theirs))
+    for one, two in zip(actual, want, strict=True):
+        assert_close(one, two)
+    assert_close(ours(*inputs, **options), want[0])
     again = type(ours).from_config(ours.get_config())
     assert again.get_config() == ours.get_config()
     blank = [keras.Input(x.shape[1:]) for x in keras.tree.flatten(inputs)]
     blank = keras.tree.pack_sequence_as(inputs, blank)
-    for symbolic, made in zip(again(*blank, return_attention_scores=True), found, strict=True):
+    for symbolic, made in zip(again(*blank, return_attention_scores=True), actual, strict=True):
         assert symbolic.shape[1:] == tuple(made.shape)[1:]
 
 
@@ -310,12 +310,12 @@ def test_more_axes_are_attended_over_as_in_keras(name: str) -> None:
         kind(2, 3, attention_axes=axes)
         for kind in (MultiHeadAttention, keras.layers.MultiHeadAttention)
     )
-    how = {}
+    options = {}
     if pairs is not None:
         mask = np.random.default_rng(3).random(pairs) > 0.3
         mask[..., 0] = True  # where there is nothing to attend to, Keras averages
-        how["attention_mask"] = mask
-    alike(ours, theirs, numbers(*query), numbers(*value), **how)
+        options["attention_mask"] = mask
+    check_same_layers(ours, theirs, numbers(*query), numbers(*value), **options)
 
 
 GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -330,24 +330,24 @@ GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_query_attention_is_that_of_keras(name: str) -> None:
-    options, how = GROUPED[name]
+    options, settings = GROUPED[name]
     ours, theirs = (
         kind(3, 4, 2, **options)
         for kind in (GroupedQueryAttention, keras.layers.GroupQueryAttention)
     )
-    alike(ours, theirs, numbers(2, 5, 8), numbers(2, 5, 8), **how)
+    check_same_layers(ours, theirs, numbers(2, 5, 8), numbers(2, 5, 8), **settings)
 
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_additive_attention_is_that_of_keras(scale: bool) -> None:
-    for shapes, how in (
+    for shapes, options in (
         (((2, 3, 4), (2, 5, 4)), {}),
         (((2, 3, 4), (2, 5, 6), (2, 5, 4)), {"use_causal_mask": True}),
         (((2, 3, 4), (2, 5, 4)), {"mask": [None, np.arange(5)[None] < [[3], [5]]]}),
     ):
         inputs = [numbers(*shape) for shape in shapes]
         ours, theirs = AdditiveAttention(scale), keras.layers.AdditiveAttention(scale)
-        alike(ours, theirs, inputs, **how)
+        check_same_layers(ours, theirs, inputs, **options)
 
 
 @pytest.mark.sample(2)
@@ -362,40 +362,40 @@ def test_attention_takes_the_arguments_of_keras(mode: str, scale: bool) -> None:
     assert [w.name for w in ours.weights] == [w.name for w in theirs.weights]
     for w in theirs.weights:
         w.assign(0.7)
-    alike(ours, theirs, inputs)
-    alike(ours, theirs, inputs, use_causal_mask=True)
+    check_same_layers(ours, theirs, inputs)
+    check_same_layers(ours, theirs, inputs, use_causal_mask=True)
     assert (ours.use_scale, ours.score_mode) == (scale, mode)
     again = Attention.from_config(ours.get_config())
     again.build([x.shape for x in inputs])
     again.set_weights(ours.get_weights())
-    close(again(inputs), ours(inputs))
+    assert_close(again(inputs), ours(inputs))
 
 
 def test_the_score_of_keras_alone_is_its_dot() -> None:
     inputs = [numbers(2, 3, 4), numbers(2, 5, 4)]
-    for how in ({"use_scale": False}, {"score_mode": "dot"}):
-        close(Attention(**how, weighting="sparsemax")(inputs),
+    for options in ({"use_scale": False}, {"score_mode": "dot"}):
+        assert_close(Attention(**options, weighting="sparsemax")(inputs),
               Attention("dot", "sparsemax")(inputs))  # fmt: skip
 
 
 def test_a_mask_by_name() -> None:
-    ours, _ = both()
+    ours, _ = build_pair()
     q, v, k = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
     for named in ("causal", masks.causal):
-        close(ours(q, v, k, attention_mask=named), ours(q, v, k, use_causal_mask=True))
+        assert_close(ours(q, v, k, attention_mask=named), ours(q, v, k, use_causal_mask=True))
     with pytest.raises(ArgumentError, match="did you mean 'causal'"):
         ours(q, v, k, attention_mask="casual")
 
 
 def test_weights_move_both_ways() -> None:
-    ours, theirs = both(use_gate=True, value_dim=6)
+    ours, theirs = build_pair(use_gate=True, value_dim=6)
     assert [(w.name, w.shape) for w in ours.weights] == [(w.name, w.shape) for w in theirs.weights]
     for w in ours.weights:
         w.assign(numbers(*w.shape))
     theirs.set_weights(ours.get_weights())
     x, y, z = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
     # On JAX, Keras's short cut without weights fails for a value_dim.
-    close(ours(x, y, z), theirs(x, y, z, return_attention_scores=True)[0])
+    assert_close(ours(x, y, z), theirs(x, y, z, return_attention_scores=True)[0])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -408,11 +408,11 @@ def test_files_of_weights_move_both_ways(dropout: float, tmp_path: Path) -> None
     x = numbers(2, 5, 4)
     theirs.save_weights(tmp_path / "theirs.weights.h5")
     ours.load_weights(tmp_path / "theirs.weights.h5")
-    close(ours(x), theirs(x))
+    assert_close(ours(x), theirs(x))
     again = model(keras.layers.MultiHeadAttention)
     ours.save_weights(tmp_path / "ours.weights.h5")
     again.load_weights(tmp_path / "ours.weights.h5")
-    close(again(x), ours(x))
+    assert_close(again(x), ours(x))
 
 
 def test_one_step_of_training_is_that_of_keras() -> None:
@@ -429,7 +429,7 @@ def test_one_step_of_training_is_that_of_keras() -> None:
         model.fit(x, y, batch_size=4, verbose=0)
         stepped.append(model.get_weights())
     for theirs, ours, before in zip(*stepped, start, strict=True):
-        close(ours, theirs)
+        assert_close(ours, theirs)
         assert before.shape != (4, 2, 3) or np.abs(ours - before).max() > 1e-3
 
 
@@ -445,7 +445,7 @@ def test_one_step_of_the_scales_of_keras(mode: str) -> None:
         stepped.append(model.get_weights())
     assert len(stepped[0]) == (2 if mode == "concat" else 1)
     for theirs, ours in zip(*stepped, strict=True):
-        close(ours, theirs)
+        assert_close(ours, theirs)
         assert ours != 1
 
 
@@ -476,12 +476,12 @@ def test_masks_that_come_with_the_tensors() -> None:
         assert keras.ops.shape(out) == (2, 4, 4)
         mask = getattr(out, "_keras_mask", None)
         if mask is not None:  # on JAX it is kept elsewhere
-            close(to_numpy(mask), tokens != 0)
+            assert_close(to_numpy(mask), tokens != 0)
         alone = layer(*call(plain[:1, :2]))
-        close(to_numpy(out)[:1, :2], alone)
+        assert_close(to_numpy(out)[:1, :2], alone)
         causal = np.tril(np.ones((4, 4), bool))[None]
         narrowed = layer(*call(embed(tokens)), attention_mask=causal)
-        close(to_numpy(narrowed)[:1, :2], layer(*call(plain[:1, :2]), use_causal_mask=True))
+        assert_close(to_numpy(narrowed)[:1, :2], layer(*call(plain[:1, :2]), use_causal_mask=True))
 
 
 def test_masks_travel_through_a_model() -> None:
@@ -493,7 +493,7 @@ def test_masks_travel_through_a_model() -> None:
     x = Attention()([x, x])
     model = keras.Model(tokens, keras.layers.GlobalAveragePooling1D()(x))
     short, long = np.array([[3, 1]]), np.array([[3, 1, 0, 0, 0]])
-    close(model.predict(long, verbose=0), model.predict(short, verbose=0))
+    assert_close(model.predict(long, verbose=0), model.predict(short, verbose=0))
 
 
 def test_masks_given_by_hand() -> None:
@@ -501,20 +501,20 @@ def test_masks_given_by_hand() -> None:
     query_mask = np.array([[1, 0, 1], [1, 1, 1]], bool)
     value_mask = np.array([[1, 1, 0, 0, 1], [0, 1, 1, 1, 1]], bool)
     out = Attention(score="dot")([q, v], mask=[query_mask, value_mask])
-    close(out, keras.layers.Attention()([q, v], mask=[query_mask, value_mask]))
+    assert_close(out, keras.layers.Attention()([q, v], mask=[query_mask, value_mask]))
     assert np.abs(to_numpy(out)[0, 1]).max() == 0
     layer = MultiHeadAttention(num_heads=2, key_dim=3)
-    given = {"query_mask": query_mask, "return_attention_scores": True}
-    alpha = to_numpy(layer(q, v, **given)[1])
+    masks_by_name = {"query_mask": query_mask, "return_attention_scores": True}
+    alpha = to_numpy(layer(q, v, **masks_by_name)[1])
     plain = to_numpy(layer(q, v, return_attention_scores=True)[1])
-    close(alpha, plain * query_mask[:, None, :, None])
+    assert_close(alpha, plain * query_mask[:, None, :, None])
 
 
 def test_four_axes_have_masks_too() -> None:
     x = numbers(2, 3, 5, 4)
     mask = RNG.random((2, 5, 5)) > 0.3
     out = Attention()([x, x], attention_mask=mask)
-    close(out, qkv.attend(x, x, x, mask=mask[:, None]))
+    assert_close(out, qkv.attend(x, x, x, mask=mask[:, None]))
 
 
 # Compiled, symbolic, in few bits
@@ -552,8 +552,8 @@ def test_compiled_is_eager(score: str, weighting: str) -> None:
     data = numbers(3, 5, 4)
     out, alpha = model.predict(data, verbose=0)
     expected = layer(data, data, use_causal_mask=True, return_attention_scores=True)
-    close(out, expected[0])
-    close(alpha, expected[1])
+    assert_close(out, expected[0])
+    assert_close(alpha, expected[1])
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's own")
@@ -565,7 +565,7 @@ def test_tf_function_with_nothing_known() -> None:
     expected = layer(x, use_causal_mask=True)
     spec = tf.TensorSpec((None, None, 4))
     graph = tf.function(lambda x: layer(x, use_causal_mask=True), input_signature=[spec])
-    close(graph(x), expected)
+    assert_close(graph(x), expected)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -583,7 +583,7 @@ def test_mixed_precision(policy: str) -> None:
         assert {w.dtype for w in layer.weights} == {"float32"}
         full(*args)
         full.set_weights(layer.get_weights())
-        close(keras.ops.cast(out, "float32"), full(*args), 3e-2)
+        assert_close(keras.ops.cast(out, "float32"), full(*args), 3e-2)
         config = keras.saving.serialize_keras_object(layer)
         assert keras.saving.deserialize_keras_object(config).dtype_policy.name == policy
 
@@ -591,7 +591,7 @@ def test_mixed_precision(policy: str) -> None:
 # Training, saving
 
 
-def small(self: Any, heads: Any, last: Any) -> Any:
+def build_small_model(self: Any, heads: Any, last: Any) -> Any:
     """A model of all four layers, each with the arguments given for it."""
     x = keras.Input((None, 4))
     y = SelfAttention(4, **self)(x)
@@ -614,11 +614,11 @@ MODELS: dict[str, tuple[dict[str, Any], ...]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_train_save_load_resume(name: str, tmp_path: Path) -> None:
     x, y = numbers(8, 5, 4), numbers(8, 5, 4)
-    model = small(*MODELS[name])
+    model = build_small_model(*MODELS[name])
     model.compile("adam", "mse")
     start = model.get_weights()
-    how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-    assert np.isfinite(model.fit(x, y, **how).history["loss"]).all()
+    options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+    assert np.isfinite(model.fit(x, y, **options).history["loss"]).all()
     still = [
         w.path
         for w, before in zip(model.weights, start, strict=True)
@@ -628,11 +628,11 @@ def test_train_save_load_resume(name: str, tmp_path: Path) -> None:
     assert not still
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
-    close(again.predict(x, verbose=0), model.predict(x, verbose=0), 1e-6)
-    ahead, resumed = (m.fit(x, y, **how).history["loss"] for m in (model, again))
-    close(np.array(resumed), np.array(ahead))
+    assert_close(again.predict(x, verbose=0), model.predict(x, verbose=0), 1e-6)
+    ahead, resumed = (m.fit(x, y, **options).history["loss"] for m in (model, again))
+    assert_close(np.array(resumed), np.array(ahead))
     for one, two in zip(model.get_weights(), again.get_weights(), strict=True):
-        close(two, one)
+        assert_close(two, one)
 
 
 def test_training_learns() -> None:
@@ -662,9 +662,9 @@ def test_a_last_batch_that_is_shorter_in_a_compiled_step() -> None:
         rows = keras.Input((None, 4))
         model = keras.Model(rows, MultiHeadAttention(2, 3)(rows, rows, use_causal_mask=True))
         model.compile("sgd", "mse", jit_compile=jit)
-        how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-        lost.append(model.fit(x, x, **how).history["loss"])
-    close(np.array(lost[0]), np.array(lost[1]))
+        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        lost.append(model.fit(x, x, **options).history["loss"])
+    assert_close(np.array(lost[0]), np.array(lost[1]))
 
 
 @pytest.mark.parametrize("kind", SCORES)
@@ -674,7 +674,7 @@ def test_every_score_is_kept_in_the_config(kind: str) -> None:
     again = keras.saving.deserialize_keras_object(config)
     assert again.get_config() == layer.get_config()
     q, v = numbers(2, 3, 4), numbers(2, 5, 4)
-    close(again([q, v]), layer([q, v]), 1e-7)
+    assert_close(again([q, v]), layer([q, v]), 1e-7)
 
 
 @pytest.mark.parametrize("name", WEIGHTINGS)
@@ -713,7 +713,7 @@ def test_arrays_of_a_score_become_weights() -> None:
     fields = ["score_w_query", "score_w_key", "score_v", "score_bias"]
     assert names == [*fields, "weighting_temperature"]
     for w, x in zip(layer.weights, (score.w_query, score.w_key, score.v, score.bias), strict=False):
-        close(w, x, 1e-6)
+        assert_close(w, x, 1e-6)
 
 
 # Dropout
@@ -729,18 +729,18 @@ def test_dropout(kind: str) -> None:
     }
     layer, args = make[kind]()
     at_rest = to_numpy(layer(*args))
-    close(layer(*args), at_rest, 1e-7)
+    assert_close(layer(*args), at_rest, 1e-7)
     first, second = (to_numpy(layer(*args, training=True)) for _ in range(2))
     assert np.abs(first - second).max() > 1e-3
     assert np.abs(first[0] - first[1]).max() > 1e-3
     _, alpha = layer(*args, training=True, return_attention_scores=True)
-    close(alpha, layer(*args, return_attention_scores=True)[1], 1e-6)
+    assert_close(alpha, layer(*args, return_attention_scores=True)[1], 1e-6)
     if kind == "attention":
         # The values are the identity, so the output is the weights: dropped ones are 0.
         np.testing.assert_allclose(np.unique(first), [0, 1 / 16 / 0.6], atol=1e-6)
         assert abs((first == 0).mean() - 0.4) < 0.06
         again, _ = make[kind]()
-        close(again(*args, training=True), first, 1e-7)
+        assert_close(again(*args, training=True), first, 1e-7)
 
 
 def test_dropout_in_training() -> None:
@@ -758,56 +758,64 @@ def test_dropout_in_training() -> None:
 # Wrong input
 
 
-def refused(error: type[QkvError], says: str, call: Callable[[], Any]) -> None:
+def check_refused(error: type[QkvError], says: str, call: Callable[[], Any]) -> None:
     with pytest.raises(error, match=says):
         call()
 
 
 def test_wrong_arguments_are_named() -> None:
-    refused(ArgumentError, "num_heads", lambda: MultiHeadAttention(0, 3))
-    refused(ArgumentError, "key_dim", lambda: MultiHeadAttention(2, 3.0))
-    refused(ArgumentError, "value_dim", lambda: MultiHeadAttention(2, 3, value_dim="4"))
-    refused(ArgumentError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5)))
-    refused(ArgumentError, "dropout", lambda: MultiHeadAttention(2, 3, dropout=1.5))
-    refused(DtypeError, "dropout", lambda: Attention(dropout="some"))
-    refused(ArgumentError, "did you mean 'concat'", lambda: Attention(score_mode="concatt"))
-    refused(ArgumentError, "score=.*score_mode", lambda: Attention("cosine", use_scale=True))
-    refused(ArgumentError, "d_qk", lambda: SelfAttention(-1))
-    refused(ArgumentError, "hidden", lambda: FeedForward(None))
-    refused(ArgumentError, "did you mean 'gaussian'", lambda: Attention("gausian"))
-    refused(ArgumentError, "did you mean 'softmax'", lambda: SelfAttention(weighting="softmx"))
-    refused(DtypeError, "weighting", lambda: SelfAttention(weighting=3))
-    refused(DtypeError, "Keras layer", lambda: Attention(score=keras.layers.Dense(3)))
+    check_refused(ArgumentError, "num_heads", lambda: MultiHeadAttention(0, 3))
+    check_refused(ArgumentError, "key_dim", lambda: MultiHeadAttention(2, 3.0))
+    check_refused(ArgumentError, "value_dim", lambda: MultiHeadAttention(2, 3, value_dim="4"))
+    check_refused(
+        ArgumentError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5))
+    )
+    check_refused(ArgumentError, "dropout", lambda: MultiHeadAttention(2, 3, dropout=1.5))
+    check_refused(DtypeError, "dropout", lambda: Attention(dropout="some"))
+    check_refused(ArgumentError, "did you mean 'concat'", lambda: Attention(score_mode="concatt"))
+    check_refused(ArgumentError, "score=.*score_mode", lambda: Attention("cosine", use_scale=True))
+    check_refused(ArgumentError, "d_qk", lambda: SelfAttention(-1))
+    check_refused(ArgumentError, "hidden", lambda: FeedForward(None))
+    check_refused(ArgumentError, "did you mean 'gaussian'", lambda: Attention("gausian"))
+    check_refused(
+        ArgumentError, "did you mean 'softmax'", lambda: SelfAttention(weighting="softmx")
+    )
+    check_refused(DtypeError, "weighting", lambda: SelfAttention(weighting=3))
+    check_refused(DtypeError, "Keras layer", lambda: Attention(score=keras.layers.Dense(3)))
     x = numbers(2, 5, 4)
-    refused(TypeError, r"FeedForward\.call.*'training'", lambda: FeedForward(3)(x, trainig=True))
+    check_refused(
+        TypeError, r"FeedForward\.call.*'training'", lambda: FeedForward(3)(x, trainig=True)
+    )
     unknown = {"name": "Gausian", "fields": {}}
-    refused(ArgumentError, "did you mean 'Gaussian'", lambda: Attention(unknown))
+    check_refused(ArgumentError, "did you mean 'Gaussian'", lambda: Attention(unknown))
 
 
 def test_wrong_shapes_are_named() -> None:
     x = numbers(2, 5, 4)
-    refused(DtypeError, "inputs must be", lambda: Attention()(x))
-    refused(DtypeError, "inputs must be", lambda: Attention()([x]))
-    refused(ShapeError, "key has 3 and value 5", lambda: Attention()([x, x, x[:, :3]]))
-    refused(DtypeError, "value must be an array", lambda: Attention()([x, None]))
-    refused(ShapeError, "same width", lambda: Attention()([x, x, x[..., :3]]))
-    refused(ShapeError, "inputs", lambda: SelfAttention()(x[0]))
-    refused(ShapeError, "query", lambda: GroupedQueryAttention(3, 2, 1)(x[None], x))
-    refused(ArgumentError, "num_query_heads", lambda: GroupedQueryAttention(3, 3, 2))
+    check_refused(DtypeError, "inputs must be", lambda: Attention()(x))
+    check_refused(DtypeError, "inputs must be", lambda: Attention()([x]))
+    check_refused(ShapeError, "key has 3 and value 5", lambda: Attention()([x, x, x[:, :3]]))
+    check_refused(DtypeError, "value must be an array", lambda: Attention()([x, None]))
+    check_refused(ShapeError, "same width", lambda: Attention()([x, x, x[..., :3]]))
+    check_refused(ShapeError, "inputs", lambda: SelfAttention()(x[0]))
+    check_refused(ShapeError, "query", lambda: GroupedQueryAttention(3, 2, 1)(x[None], x))
+    check_refused(ArgumentError, "num_query_heads", lambda: GroupedQueryAttention(3, 3, 2))
     beyond = MultiHeadAttention(2, 3, attention_axes=2)
-    refused(ArgumentError, "attention_axes", lambda: beyond(x, x))
+    check_refused(ArgumentError, "attention_axes", lambda: beyond(x, x))
     far = MultiHeadAttention(2, 3, attention_axes=7)
-    refused(ArgumentError, "attention_axes", lambda: far(x, x))
+    check_refused(ArgumentError, "attention_axes", lambda: far(x, x))
     first = MultiHeadAttention(2, 3, attention_axes=1)
-    refused(ShapeError, "must agree in all axes", lambda: first(x[:, :, None], numbers(2, 5, 3, 4)))
+    check_refused(
+        ShapeError, "must agree in all axes", lambda: first(x[:, :, None], numbers(2, 5, 3, 4))
+    )
     two = MultiHeadAttention(2, 3)
-    refused(
+    check_refused(
         ArgumentError,
         "need one attention axis, not 2",
         lambda: two(x[None], x[None], use_causal_mask=True),
     )
-    refused(ShapeError, "key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3]))
-    refused(
+    check_refused(ShapeError, "key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3]))
+    check_refused(
         ShapeError, "w must be", lambda: MultiHeadAttention(2, 3, score=SCORES["a matrix"]())(x, x)
     )
 
@@ -820,10 +828,12 @@ def test_wrong_masks_are_named() -> None:
         (MultiHeadAttention(2, 3), (x, x)),
     ):
         for mask in (np.ones((2, 5, 4), bool), np.ones((3, 5, 5), bool), np.ones((1,) * 5, bool)):
-            refused(ShapeError, "attention_mask", lambda: layer(*args, attention_mask=mask))  # noqa: B023
+            check_refused(ShapeError, "attention_mask", lambda: layer(*args, attention_mask=mask))  # noqa: B023
         added = np.where(np.eye(5), 0, -1e9).astype("float32")
-        refused(DtypeError, "attention_mask", lambda: layer(*args, attention_mask=added))  # noqa: B023
+        check_refused(DtypeError, "attention_mask", lambda: layer(*args, attention_mask=added))  # noqa: B023
     short = np.ones((2, 4), bool)
-    refused(ShapeError, "value_mask", lambda: MultiHeadAttention(2, 3)(x, x, value_mask=short))
-    refused(ShapeError, "query_mask", lambda: SelfAttention()(x, mask=short))
-    refused(DtypeError, "mask", lambda: Attention()([x, x], mask=short))
+    check_refused(
+        ShapeError, "value_mask", lambda: MultiHeadAttention(2, 3)(x, x, value_mask=short)
+    )
+    check_refused(ShapeError, "query_mask", lambda: SelfAttention()(x, mask=short))
+    check_refused(DtypeError, "mask", lambda: Attention()([x, x], mask=short))

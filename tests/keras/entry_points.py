@@ -13,14 +13,14 @@ from tests.test_entry_points import (
     LIVE,
     REFUSED,
     WINDOWS,
-    asked,
-    close,
+    assert_close,
+    build_options,
     descends,
     each,
-    how,
     leaves,
     pairs,
-    poisoned,
+    poison_keys,
+    query_numbers,
     tensors,
     truth,
 )
@@ -33,11 +33,11 @@ CAUGHT = ("own_function", "own_modified")
 """Scores whose function has caught its array, which so is no weight of the layer."""
 
 
-def built(score: str, weighting: str, arrays: dict[str, Any]) -> Any:
+def build_layer(score: str, weighting: str, arrays: dict[str, Any]) -> Any:
     """A layer, whose arrays begin as these; a function keeps what it has caught."""
-    given = arrays if score in CAUGHT else leaves(score, weighting)
-    compare = how(given, score, weighting)["score"]
-    weigh = how(leaves(score, weighting), score, weighting)["weighting"]
+    inputs = arrays if score in CAUGHT else leaves(score, weighting)
+    compare = build_options(inputs, score, weighting)["score"]
+    weigh = build_options(leaves(score, weighting), score, weighting)["weighting"]
     return Attention(compare, weigh, dtype="float64")
 
 
@@ -48,29 +48,29 @@ def inputs(arrays: dict[str, Any], rows: list[int]) -> list[Any]:
 
 @pairs
 def test_the_layer_and_its_gradients(score, weighting):
-    rows = asked(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
-    layer = built(score, weighting, arrays)
-    given = {"attention_mask": LIVE[rows][None], "return_attention_scores": True}
-    found, alpha = layer(inputs(arrays, rows), **given)
+    rows = query_numbers(score, weighting)
+    arrays = tensors(poison_keys(leaves(score, weighting)))
+    layer = build_layer(score, weighting, arrays)
+    arguments = {"attention_mask": LIVE[rows][None], "return_attention_scores": True}
+    actual, alpha = layer(inputs(arrays, rows), **arguments)
     out, want = truth(score, weighting)
-    close(found[0], out[rows])
-    close(alpha[0], want[rows])
+    assert_close(actual[0], out[rows])
+    assert_close(alpha[0], want[rows])
     caught = "score" if score in CAUGHT else "nothing"
     learned = [name for name in arrays if "." in name and not name.startswith(caught)]
     arrays |= dict(zip(learned, (x.value for x in layer.trainable_weights), strict=True))
-    descends(found[0], arrays, score, weighting)
+    descends(actual[0], arrays, score, weighting)
 
 
 @each(REFUSED)
 def test_what_means_nothing_is_refused(score, weighting):
     with pytest.raises(CombinationError):
         arrays = leaves(score, weighting)
-        built(score, weighting, arrays)(inputs(arrays, [0]))
+        build_layer(score, weighting, arrays)(inputs(arrays, [0]))
 
 
 @pytest.mark.parametrize("score", WINDOWS)
 def test_no_key_in_reach_is_an_error_where_it_should_be(score):
     with pytest.raises(ValueError, match="no key"):
         arrays = leaves(score, "or_raise")
-        built(score, "or_raise", arrays)(inputs(arrays, [FAR]))
+        build_layer(score, "or_raise", arrays)(inputs(arrays, [FAR]))

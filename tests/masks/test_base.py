@@ -27,13 +27,13 @@ def test_numbers_that_32_bits_do_not_hold(framework):
     x = make(np.ones((1, 1, 3, 2)))
     ids, same = np.array([1, 2**32 + 1, 1]), np.array([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool)
     want = qkv.weights(x, x, mask=make(same))
-    for given in (ids, make(ids), ids.tolist(), ids[None]):
-        np.testing.assert_array_equal(qkv.weights(x, x, mask=masks.documents(given)), want)
+    for numbers in (ids, make(ids), ids.tolist(), ids[None]):
+        np.testing.assert_array_equal(qkv.weights(x, x, mask=masks.documents(numbers)), want)
     other = masks.documents(make(ids), make(ids.astype("int32")))
     assert qkv.weights(x, x, mask=other)[0, 0, 1].sum() == 0
     far, every = [2**31], qkv.weights(x, x)
-    for given in (far, np.array(far), make(np.array(far))):
-        for mask in (masks.lengths(given), masks.causal(offset=given)):
+    for numbers in (far, np.array(far), make(np.array(far))):
+        for mask in (masks.lengths(numbers), masks.causal(offset=numbers)):
             np.testing.assert_array_equal(qkv.weights(x, x, mask=mask), every)
         assert not qkv.weights(x, x, mask=masks.causal(offset=-make(np.array(far)))).any()
 
@@ -63,8 +63,8 @@ def test_one_word_for_all_pairs(fw):
     x = fw.make_array(np.arange(24.0).reshape(2, 3, 4) / 10)
     for word, want in ((0, qkv.attend(x, x, x)), (1, x * 0)):
         rule = masks.custom(lambda b, h, i, j, word=word: i[0, 0] * 0 == word)
-        found = qkv.attend(x, x, x, mask=rule)
-        np.testing.assert_allclose(to_numpy(found), to_numpy(want), atol=1e-6)
+        actual = qkv.attend(x, x, x, mask=rule)
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(want), atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
@@ -93,11 +93,11 @@ def test_floats_that_were_meant_as_booleans_are_reported(name):
     like = pytest.importorskip(name).asarray
     x, drawn = like(np.eye(4)), np.tril(np.ones((4, 4)))
     with pytest.warns(errors.AddedMaskWarning, match="pass booleans") as caught:
-        found = qkv.attend(x, x, x, mask=like(drawn))
+        actual = qkv.attend(x, x, x, mask=like(drawn))
     assert caught[0].filename == __file__
     scores = np.eye(4) / 2 + drawn
     want = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    np.testing.assert_allclose(found, want, atol=1e-12)
+    np.testing.assert_allclose(actual, want, atol=1e-12)
     for silent in (drawn - 1, drawn * 2, np.ones((4, 4)), drawn != 0):
         qkv.attend(x, x, x, mask=like(silent))
 

@@ -34,10 +34,10 @@ def test_bahdanau_is_its_formula():
 def test_bahdanau_goes_on_from_a_state():
     decoder = BahdanauDecoder(7, 3, 4, 5)
     tokens, memory = torch.tensor([[1, 2, 6]]), torch.randn(1, 6, 5)
-    whole = decoder(tokens, memory)[0]
+    full = decoder(tokens, memory)[0]
     first, state, _ = decoder(tokens[:, :2], memory)
-    rest = decoder(tokens[:, 2:], memory, state=state)[0]
-    torch.testing.assert_close(torch.cat((first, rest), 1), whole)
+    remaining = decoder(tokens[:, 2:], memory, state=state)[0]
+    torch.testing.assert_close(torch.cat((first, remaining), 1), full)
 
 
 def test_bahdanau_learns_to_reverse():

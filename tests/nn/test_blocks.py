@@ -25,14 +25,14 @@ PADDED = torch.tensor([[False] * L, [False] * 3 + [True] * 2])
 MEMORY = torch.tensor([[False] * M, [False] * 2 + [True] * 2])
 
 
-def made(kind, cross, **options):
+def build_layer(kind, cross, **options):
     torch.manual_seed(4)
     if kind is TransformerBlock:
         return kind(D, H, HIDDEN, cross=cross, dtype=torch.float64, **options)
     return kind(D, H, HIDDEN, batch_first=True, dtype=torch.float64, **options)
 
 
-def slopes(out, layer, x):
+def compute_gradients(out, layer, x):
     torch.manual_seed(6)
     return torch.autograd.grad((out * torch.randn_like(out)).sum(), [x, *layer.parameters()])
 
@@ -52,8 +52,10 @@ OPTIONS = [
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_encoder_block_equals_torch(options, train):
-    theirs = made(torch.nn.TransformerEncoderLayer, False, dropout=0.0, **options).train(train)
-    ours = made(TransformerBlock, False, dropout=0.0, **options).train(train)
+    theirs = build_layer(torch.nn.TransformerEncoderLayer, False, dropout=0.0, **options).train(
+        train
+    )
+    ours = build_layer(TransformerBlock, False, dropout=0.0, **options).train(train)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -67,14 +69,16 @@ def test_encoder_block_equals_torch(options, train):
         (theirs(x[0]), ours(x[0])),
     ):
         torch.testing.assert_close(got, want)
-        for a, b in zip(slopes(got, ours, x), slopes(want, theirs, x), strict=True):
+        for a, b in zip(
+            compute_gradients(got, ours, x), compute_gradients(want, theirs, x), strict=True
+        ):
             torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_decoder_block_equals_torch(options):
-    theirs = made(torch.nn.TransformerDecoderLayer, True, dropout=0.0, **options)
-    ours = made(TransformerBlock, True, dropout=0.0, **options)
+    theirs = build_layer(torch.nn.TransformerDecoderLayer, True, dropout=0.0, **options)
+    ours = build_layer(TransformerBlock, True, dropout=0.0, **options)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     x, memory = draw(L), draw(M)
     want = theirs(
@@ -85,7 +89,9 @@ def test_decoder_block_equals_torch(options):
     )
     got = ours(x, memory, is_causal=True, memory_key_padding_mask=MEMORY)
     torch.testing.assert_close(got, want)
-    for a, b in zip(slopes(got, ours, x), slopes(want, theirs, x), strict=True):
+    for a, b in zip(
+        compute_gradients(got, ours, x), compute_gradients(want, theirs, x), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -214,7 +220,7 @@ def test_what_is_wrong_is_refused(call, match):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("kind", "options", "message"),
     [
         (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True in the call"),
         (TransformerBlock, {"batch_first": True}, "'batch_first'"),
@@ -224,10 +230,10 @@ def test_what_is_wrong_is_refused(call, match):
         (Transformer, {"kdim": 3}, "'kdim'"),
     ],
 )
-def test_an_error_for_a_keyword_names_the_class_called(kind, given, message):
+def test_an_error_for_a_keyword_names_the_class_called(kind, options, message):
     name = getattr(kind, "func", kind).__name__
     with pytest.raises(TypeError, match=rf"^{name} got an unexpected keyword argument.*{message}"):
-        kind(D, H, **given)
+        kind(D, H, **options)
 
 
 def test_a_cache_of_another_model_is_refused():
@@ -240,10 +246,10 @@ def test_a_cache_of_another_model_is_refused():
 
 def test_each_layer_of_a_stack_has_a_score_of_its_own():
     model = TransformerDecoder(2, 8, 2, dim_feedforward=16, score=AdditiveScore(4, 4, 6))
-    found = [
+    result = [
         getattr(layer, name).score
         for layer in model.layers
         for name in ("self_attn", "multihead_attn")
     ]
-    assert len({id(score.w_key) for score in found}) == 4
-    assert not torch.equal(found[0].w_key, found[1].w_key)
+    assert len({id(score.w_key) for score in result}) == 4
+    assert not torch.equal(result[0].w_key, result[1].w_key)

@@ -44,9 +44,9 @@ def test_capture_records_the_weights_of_a_normal_pass():
 )
 def test_capture_of_one_layer(layer):
     x = torch.randn(1, 5, 8)
-    given = (x,) if isinstance(layer, SelfAttention) else (x, x, x)
+    inputs = (x,) if isinstance(layer, SelfAttention) else (x, x, x)
     with capture(layer) as seen:
-        layer(*given)
+        layer(*inputs)
     torch.testing.assert_close(seen["(itself)"].sum(-1), torch.ones(seen["(itself)"].shape[:-1]))
 
 

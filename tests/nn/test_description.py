@@ -33,17 +33,17 @@ def test_describe_tells_each_layer_and_its_engine():
             "out": torch.nn.Linear(4, 2),
         }
     )
-    found = describe(model, length=1024)
-    engines = {layer.name: layer.engine for layer in found.layers}
+    result = describe(model, length=1024)
+    engines = {layer.name: layer.engine for layer in result.layers}
     zeros = torch.zeros(1, 4, 1024, 16)
     score = scores.Additive(torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(8), torch.zeros(8))
     assert engines["plain"] == "native"
     assert engines["additive"] == qkv.explain(zeros, zeros, zeros, score=score).engine
     assert engines["sparse"] == "streaming"
     assert engines["out"] == ""
-    assert found.parameters == sum(x.numel() for x in model.parameters())
-    assert sum(layer.parameters for layer in found.layers) == found.parameters
-    text = str(found)
+    assert result.parameters == sum(x.numel() for x in model.parameters())
+    assert sum(layer.parameters for layer in result.layers) == result.parameters
+    text = str(result)
     assert "4 heads of 16·16 → 16, 2 of keys" in text
     assert "AdditiveScore → Softmax" in text
 
@@ -55,9 +55,9 @@ def test_describe_counts_every_parameter_once():
         KernelRegression(torch.randn(30, 2), torch.randn(30)),
         SqueezeExcitation(4),
     ):
-        found = describe(model, length=8)
-        assert sum(layer.parameters for layer in found.layers) == found.parameters
-        assert str(found)
+        result = describe(model, length=8)
+        assert sum(layer.parameters for layer in result.layers) == result.parameters
+        assert str(result)
 
 
 @pytest.mark.parametrize(

@@ -85,21 +85,21 @@ def pairs_mask(kind, batched, n, m=S):
     return torch.randn(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
 
 
-def run(layer, given, **options):
+def run(layer, inputs, **options):
     """Output, weights and every gradient."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates masks of two kinds
-        out, alpha = layer(*given, **options)
+        out, alpha = layer(*inputs, **options)
     torch.manual_seed(7)
     loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum()
     if alpha is not None:
         loss = loss + (alpha * torch.randn(alpha.shape, dtype=out.dtype)).sum()
-    wanted = list({id(x): x for x in (*given, *layer.parameters())}.values())
-    slopes = torch.autograd.grad(loss, wanted, allow_unused=True)
+    expected = list({id(x): x for x in (*inputs, *layer.parameters())}.values())
+    slopes = torch.autograd.grad(loss, expected, allow_unused=True)
     return [out, *([] if alpha is None else [alpha]), *(x for x in slopes if x is not None)]
 
 
-def same(got, want, tolerance):
+def assert_same(got, want, tolerance):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
@@ -128,13 +128,13 @@ def test_every_option_equals_torch(options):
     next(itertools.islice(all_weight_options, CONSTRUCTORS.index(options) % 3, None))
     for layout, pad, attn in kinds:
         weight_options = next(all_weight_options)
-        given = inputs(theirs, layout)
+        arguments = inputs(theirs, layout)
         n = S if layout[0] == "self" else L
-        how = weight_options | {
+        settings = weight_options | {
             "key_padding_mask": padding(pad, layout[1]),
             "attn_mask": pairs_mask(attn, layout[1], n),
         }
-        same(run(ours, given, **how), run(theirs, given, **how), 1e-10)
+        assert_same(run(ours, arguments, **settings), run(theirs, arguments, **settings), 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_every_option_equals_torch(options):
 @pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
 def test_float32_equals_torch(options, weight_options):
     theirs, ours = pair(**options)
-    given = inputs(theirs, ("apart", True), torch.float32)
+    arguments = inputs(theirs, ("apart", True), torch.float32)
     for pad, attn in itertools.product(("none", "bool"), ("none", "bool2", "bool3")):
-        how = weight_options | {
+        settings = weight_options | {
             "key_padding_mask": padding(pad, True),
             "attn_mask": pairs_mask(attn, True, L),
         }
-        same(run(ours, given, **how), run(theirs, given, **how), 1e-6)
+        assert_same(run(ours, arguments, **settings), run(theirs, arguments, **settings), 1e-6)
 
 
 @pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
@@ -159,10 +159,10 @@ def test_eval_equals_torch_and_its_fast_path(weight_options, pad, batch_first):
     theirs, ours = (x.eval() for x in pair(batch_first=batch_first))
     x = inputs(theirs, ("self", True), torch.float32)[0].detach()
     mask = padding(pad, True)
-    how = weight_options | {"key_padding_mask": None if mask is None else mask.to(x.dtype)}
-    how["key_padding_mask"] = mask if pad == "bool" else how["key_padding_mask"]
+    options = weight_options | {"key_padding_mask": None if mask is None else mask.to(x.dtype)}
+    options["key_padding_mask"] = mask if pad == "bool" else options["key_padding_mask"]
     with torch.inference_mode():
-        got, want = (layer(x, x, x, **how) for layer in (ours, theirs))
+        got, want = (layer(x, x, x, **options) for layer in (ours, theirs))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -172,41 +172,43 @@ def test_eval_equals_torch_and_its_fast_path(weight_options, pad, batch_first):
 @pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
 def test_causal_hint_equals_torch(weight_options, extra):
     theirs, ours = pair(**F64, **extra)
-    given = inputs(theirs, ("self", True))
+    arguments = inputs(theirs, ("self", True))
     causal = torch.ones(S, S, dtype=torch.bool).triu(1)
     # With keys that the layer adds, torch's hint without weights hides those too.
     read = {} if extra else {"is_causal": True}
     for pad in ("none", "bool"):
-        how = weight_options | {"key_padding_mask": padding(pad, True)}
-        want = run(theirs, given, **how, attn_mask=causal, **read)
-        same(run(ours, given, **how, attn_mask=causal, is_causal=True), want, 1e-10)
-        same(run(ours, given, **how, is_causal=True), want, 1e-10)
+        options = weight_options | {"key_padding_mask": padding(pad, True)}
+        want = run(theirs, arguments, **options, attn_mask=causal, **read)
+        assert_same(run(ours, arguments, **options, attn_mask=causal, is_causal=True), want, 1e-10)
+        assert_same(run(ours, arguments, **options, is_causal=True), want, 1e-10)
 
 
 def test_a_float_mask_has_a_gradient():
     theirs, ours = pair(**F64)
-    given = inputs(theirs, ("apart", True))
-    found = []
+    arguments = inputs(theirs, ("apart", True))
+    result = []
     for layer in (theirs, ours):
         mask = pairs_mask("float2", True, L).nan_to_num(neginf=-3.0).requires_grad_()
-        found.append(torch.autograd.grad(layer(*given, attn_mask=mask)[0].square().sum(), mask)[0])
-    torch.testing.assert_close(*found)
+        result.append(
+            torch.autograd.grad(layer(*arguments, attn_mask=mask)[0].square().sum(), mask)[0]
+        )
+    torch.testing.assert_close(*result)
 
 
 @pytest.mark.parametrize("weight_options", WEIGHTS.values(), ids=WEIGHTS)
 def test_a_row_without_keys_gives_zero(weight_options):
     theirs, ours = pair(**F64)
-    given = inputs(theirs, ("apart", True))
+    arguments = inputs(theirs, ("apart", True))
     mask = torch.zeros(N, S, dtype=torch.bool)
     mask[0] = True
-    found = run(ours, given, key_padding_mask=mask, **weight_options)
-    assert all(bool(x.isfinite().all()) for x in found)
-    torch.testing.assert_close(found[0][:, 0], ours.out_proj.bias.expand(L, E))
+    result = run(ours, arguments, key_padding_mask=mask, **weight_options)
+    assert all(bool(x.isfinite().all()) for x in result)
+    torch.testing.assert_close(result[0][:, 0], ours.out_proj.bias.expand(L, E))
     if weight_options.get("need_weights", True):
-        assert not found[1][0].any()
-        assert theirs(*given, key_padding_mask=mask, **weight_options)[0][:, 0].isnan().all()
-    clear = run(theirs, given, key_padding_mask=mask, need_weights=False)
-    torch.testing.assert_close(found[0], clear[0])
+        assert not result[1][0].any()
+        assert theirs(*arguments, key_padding_mask=mask, **weight_options)[0][:, 0].isnan().all()
+    clear = run(theirs, arguments, key_padding_mask=mask, need_weights=False)
+    torch.testing.assert_close(result[0], clear[0])
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -216,12 +218,12 @@ def test_weights_in_pieces_equal_torch(monkeypatch, average, attn):
         "qkv.engines.weights.MAX_SCORES_PER_BLOCK", N * H * S * 2
     )  # two queries at a time
     theirs, ours = pair(**F64)
-    given = inputs(theirs, ("apart", True))
-    how = {"average_attn_weights": average, "attn_mask": pairs_mask(attn, True, L)}
-    want = run(theirs, given, **how)
-    same(run(ours, given, **how), want, 1e-10)
+    arguments = inputs(theirs, ("apart", True))
+    options = {"average_attn_weights": average, "attn_mask": pairs_mask(attn, True, L)}
+    want = run(theirs, arguments, **options)
+    assert_same(run(ours, arguments, **options), want, 1e-10)
     with torch.no_grad():
-        same(list(ours(*given, **how)), want[:2], 1e-10)
+        assert_same(list(ours(*arguments, **options)), want[:2], 1e-10)
 
 
 @pytest.mark.parametrize("options", CONSTRUCTORS[:4] + CONSTRUCTORS[-4:], ids=describe_options)
@@ -267,8 +269,8 @@ def test_nested_sequences_under_a_rule(layout):
     x = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
     for mask in ("causal", masks.window(1) & masks.causal):
         for causal in (False, True):
-            found = layer(x, x, x, mask=mask, is_causal=causal)[0].unbind()
-            for got, part in zip(found, parts, strict=True):
+            actual = layer(x, x, x, mask=mask, is_causal=causal)[0].unbind()
+            for got, part in zip(actual, parts, strict=True):
                 want = layer(part, part, part, mask=mask)[0]
                 torch.testing.assert_close(got, want)
     block = TransformerBlock(E, H, 16, dropout=0.0, **F64)
@@ -280,15 +282,15 @@ def test_nested_sequences_under_a_rule(layout):
     for got, part, rows in zip(alpha, parts, far, strict=True):
         torch.testing.assert_close(got[: len(part)], layer(part, rows, rows)[1])
         assert not got[len(part) :].any()
-    whole = torch.ones(4, 4, dtype=torch.bool)
-    for name, given in {
-        "mask": whole,
-        "attn_mask": whole,
-        "key_padding_mask": whole[:2],
+    full = torch.ones(4, 4, dtype=torch.bool)
+    for name, value in {
+        "mask": full,
+        "attn_mask": full,
+        "key_padding_mask": full[:2],
         "cache": Cache(),
     }.items():
         with pytest.raises(ArgumentError, match=f"^{name}.*nested"):
-            layer(x, x, x, **{name: given})
+            layer(x, x, x, **{name: value})
     with pytest.raises(ShapeError):
         layer(x, x, x, mask=masks.lengths(torch.tensor([3, 1])))
 
@@ -440,8 +442,8 @@ def test_any_score_weighting_and_mask():
     q, k, v = (
         y.unflatten(-1, (H, 4)).transpose(0, 1) for y in (x @ layer.in_proj_weight.T).split(E, -1)
     )
-    how = {"score": "cosine", "weighting": weightings.TopK(2), "mask": masks.window(1)}
-    out, alpha = qkv.attend(q, k, v, **how, return_weights=True)
+    options = {"score": "cosine", "weighting": weightings.TopK(2), "mask": masks.window(1)}
+    out, alpha = qkv.attend(q, k, v, **options, return_weights=True)
     got = layer(x, x, x, mask=masks.window(1), average_attn_weights=False)
     torch.testing.assert_close(got[1], alpha)
     torch.testing.assert_close(got[0], out.transpose(0, 1).flatten(1) @ layer.out_proj.weight.T)
@@ -545,14 +547,14 @@ def test_a_wrong_layer_is_refused(kind, match, make):
         make()
 
 
-@pytest.mark.parametrize("kind, match, how", CALLS.values(), ids=CALLS)
-def test_a_wrong_call_is_refused(kind, match, how):
+@pytest.mark.parametrize("kind, match, options", CALLS.values(), ids=CALLS)
+def test_a_wrong_call_is_refused(kind, match, options):
     with pytest.raises(kind, match=match):
-        MultiHeadAttention(E, H)(X, X, X, **how)
+        MultiHeadAttention(E, H)(X, X, X, **options)
 
 
 @pytest.mark.parametrize(
-    "given, match",
+    "inputs, match",
     [
         ((X[..., :4], X, X), "query"),
         ((X, X[0], X), "key"),
@@ -561,9 +563,9 @@ def test_a_wrong_call_is_refused(kind, match, how):
         ((X, None, None), "cache"),
     ],
 )
-def test_wrong_inputs_are_refused(given, match):
+def test_wrong_inputs_are_refused(inputs, match):
     with pytest.raises(QkvError, match=match):
-        MultiHeadAttention(E, H)(*given)
+        MultiHeadAttention(E, H)(*inputs)
 
 
 def test_a_cache_of_another_model_is_refused():
@@ -608,17 +610,17 @@ def test_short_inference_equals_the_pass_that_learns(weight_options, spoiled):
     pairs[2] |= spoiled == "a dead row"
     ends = torch.arange(S).expand(N, S) >= S - 1
     x[:, -1] = float("nan") if spoiled == "a padded row" else x[:, -1]
-    for how in {"attn_mask": pairs}, {"key_padding_mask": ends}:
-        want = layer(x, x, x, **how, **weight_options)
+    for options in {"attn_mask": pairs}, {"key_padding_mask": ends}:
+        want = layer(x, x, x, **options, **weight_options)
         with torch.no_grad():
-            got = layer(x, x, x, **how, **weight_options)
+            got = layer(x, x, x, **options, **weight_options)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert want[0][:, :-1].isfinite().all()
 
 
 def test_a_hook_on_the_last_layer_is_called():
     layer, called = MultiHeadAttention(8, 2, batch_first=True).eval(), []
-    layer.out_proj.register_forward_hook(lambda *given: called.append(given))
+    layer.out_proj.register_forward_hook(lambda *args: called.append(args))
     with torch.no_grad():
         layer(*[torch.randn(1, 5, 8)] * 3, need_weights=False)
     assert called
@@ -660,7 +662,7 @@ def test_a_score_that_is_changed_later_counts():
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("block", [2**20, 2**5], ids=["at once", "in pieces"])
-def test_weights_beside_torchs_kernel(average, block, monkeypatch):
+def test_weights_are_returned_with_torchs_kernel(average, block, monkeypatch):
     """Values, gradients through the weights alone and through both, and second derivatives."""
     from qkv.engines.native import weights
 
@@ -673,9 +675,9 @@ def test_weights_beside_torchs_kernel(average, block, monkeypatch):
     def slopes(layer, through):
         out, alpha = layer(x, x, x, average_attn_weights=average)
         loss = {"out": out.square().sum(), "alpha": alpha.square().sum()}
-        wanted = [x, layer.in_proj_weight]
-        found = torch.autograd.grad(sum(loss[name] for name in through), wanted)
-        return [out, alpha, *found]
+        expected = [x, layer.in_proj_weight]
+        actual = torch.autograd.grad(sum(loss[name] for name in through), expected)
+        return [out, alpha, *actual]
 
     for through in (["out"], ["alpha"], ["out", "alpha"]):
         for got, want in zip(slopes(ours, through), slopes(theirs, through), strict=True):
@@ -707,11 +709,11 @@ def test_an_exported_causal_layer_takes_more_keys_than_queries_and_fewer():
             return layer(query, key, key, is_causal=True, need_weights=False)[0]
 
     any_length = {1: torch.export.Dim.DYNAMIC}
-    given = torch.randn(2, 7, 8), torch.randn(2, 5, 8)
-    program = torch.export.export(Cross(), given, dynamic_shapes=(any_length, any_length)).module()
+    inputs = torch.randn(2, 7, 8), torch.randn(2, 5, 8)
+    program = torch.export.export(Cross(), inputs, dynamic_shapes=(any_length, any_length)).module()
     for n, m in ((7, 5), (4, 9)):
-        given = torch.randn(2, n, 8), torch.randn(2, m, 8)
-        torch.testing.assert_close(program(*given), Cross()(*given))
+        inputs = torch.randn(2, n, 8), torch.randn(2, m, 8)
+        torch.testing.assert_close(program(*inputs), Cross()(*inputs))
 
 
 @pytest.mark.parametrize("mkl", [False, True])
@@ -756,8 +758,8 @@ def test_an_adapter_may_stand_in_the_place_of_out_proj(options):
     with torch.no_grad():
         same.out_proj.weight += layer.out_proj.b.weight @ layer.out_proj.a.weight
     x = torch.randn(2, 5, 8)
-    for how in ({}, {"is_causal": True}, {"need_weights": False, "mask": masks.window(1)}):
-        torch.testing.assert_close(layer(x, x, x, **how)[0], same(x, x, x, **how)[0])
+    for settings in ({}, {"is_causal": True}, {"need_weights": False, "mask": masks.window(1)}):
+        torch.testing.assert_close(layer(x, x, x, **settings)[0], same(x, x, x, **settings)[0])
     block = TransformerBlock(8, 2, 16)
     block.self_attn.out_proj = Adapter(block.self_attn.out_proj)
     assert block(x).shape == x.shape
@@ -782,15 +784,15 @@ def test_torchs_fast_path_can_be_turned_off(monkeypatch):
     x, calls = torch.randn(2, 3, 4), []
     operator = torch._native_multi_head_attention
     monkeypatch.setattr(
-        torch, "_native_multi_head_attention", lambda *given: calls.append(1) or operator(*given)
+        torch, "_native_multi_head_attention", lambda *args: calls.append(1) or operator(*args)
     )
     with torch.no_grad():
         want = layer(x, x, x)[0]
         assert len(calls) == 1
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            found = layer(x, x, x)[0]
+            actual = layer(x, x, x)[0]
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     assert len(calls) == 1
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(actual, want)

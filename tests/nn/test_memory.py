@@ -29,8 +29,8 @@ def dense(query, weighting, score="scaled_dot", keys=KEYS, values=VALUES):
     """Every head by itself, in float64."""
     keys = torch.tensor(keys.astype(np.float32)).double()
     values = torch.as_tensor(values)
-    how = {"score": score, "weighting": weighting, "engine": "dense"}
-    heads = [qkv.attend(x, keys, values, **how) for x in query.split(4, -1)]
+    options = {"score": score, "weighting": weighting, "engine": "dense"}
+    heads = [qkv.attend(x, keys, values, **options) for x in query.split(4, -1)]
     return torch.cat(heads, -1)
 
 
@@ -38,11 +38,11 @@ def dense(query, weighting, score="scaled_dot", keys=KEYS, values=VALUES):
 @pytest.mark.parametrize("score", [None, "gaussian"])
 def test_heads_attend_to_the_rows(weighting, score):
     memory = Memory(facts(), heads=2, score=score, weighting=weighting)
-    want, found = dense(QUERY, weighting, score or "scaled_dot"), memory(QUERY)
-    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+    want, actual = dense(QUERY, weighting, score or "scaled_dot"), memory(QUERY)
+    torch.testing.assert_close(actual, want, rtol=1e-9, atol=1e-9)
     if weighting != "hard":
         along = torch.ones_like(want)
-        one, two = (torch.autograd.grad(x, QUERY, along)[0] for x in (found, want))
+        one, two = (torch.autograd.grad(x, QUERY, along)[0] for x in (actual, want))
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
@@ -133,8 +133,8 @@ def test_values_of_text_keys_learn_and_keep_their_columns():
 def test_what_is_forgotten_was_never_there(weighting):
     memory = Memory(facts(), heads=2, weighting=weighting)
     at = int(np.argmax(KEYS @ QUERY.detach().numpy()[0, 0, :4]))
-    rest = np.arange(40) != at
-    never = Memory(facts(KEYS[rest], VALUES[rest]), heads=2, weighting=weighting)
+    is_other = np.arange(40) != at
+    never = Memory(facts(KEYS[is_other], VALUES[is_other]), heads=2, weighting=weighting)
     assert not torch.equal(memory(QUERY), never(QUERY))
     assert memory.forget(KEYS[at].astype(np.float32)) == 1
     torch.testing.assert_close(memory(QUERY), never(QUERY), rtol=0, atol=1e-12)

@@ -161,11 +161,11 @@ def plain(score):
     return kinds.get(type(score), scores.Multiplicative)(**own), own
 
 
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
-def test_a_layer_makes_a_learned_score_of_its_name(given):
+@pytest.mark.parametrize("spec", GIVEN.values(), ids=GIVEN)
+def test_a_layer_makes_a_learned_score_of_its_name(spec):
     torch.manual_seed(0)
-    layer = SelfAttention(6, d_qk=4, d_v=3, score=given, **F64)
-    assert type(layer.score) is LEARNED.get(given, given)
+    layer = SelfAttention(6, d_qk=4, d_v=3, score=spec, **F64)
+    assert type(layer.score) is LEARNED.get(spec, spec)
     x = torch.randn(2, 5, 6, **F64)
     score, own = plain(layer.score)
     want = qkv.attend(
@@ -174,15 +174,15 @@ def test_a_layer_makes_a_learned_score_of_its_name(given):
     out = layer(x)
     torch.testing.assert_close(out, want)
     want = torch.autograd.grad(want.square().sum(), list(own.values()))
-    found = torch.autograd.grad(out.square().sum(), list(layer.score.parameters()))
-    for a, b in zip(found, want, strict=True):
+    actual = torch.autograd.grad(out.square().sum(), list(layer.score.parameters()))
+    for a, b in zip(actual, want, strict=True):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
-def test_heads_make_a_learned_score_of_its_name(given, tmp_path):
+@pytest.mark.parametrize("score", GIVEN.values(), ids=GIVEN)
+def test_heads_make_a_learned_score_of_its_name(score, tmp_path):
     def make():
-        return MultiHeadAttention(8, 2, batch_first=True, score=given, **F64)
+        return MultiHeadAttention(8, 2, batch_first=True, score=score, **F64)
 
     layer, other = make(), make()
     x = torch.randn(2, 5, 8, **F64)
@@ -233,13 +233,13 @@ def test_first_values_of_the_layer_are_those_of_torchs():
         torch.testing.assert_close(ours.state_dict()[name], x)
 
 
-@pytest.mark.parametrize("given", ["additive", AdditiveScore, AdditiveScore(4, 4)], ids=str)
-def test_each_layer_of_a_stack_draws_its_own(given):
-    model = Transformer(8, 2, 2, 2, dim_feedforward=8, score=given)
-    found = [part.score for part in model.modules() if isinstance(part, MultiHeadAttention)]
-    assert len({id(x) for x in found}) == len(found) == 6
-    first = found[0].v
-    assert not any(torch.equal(x.v, first) for x in found[1:])
+@pytest.mark.parametrize("score", ["additive", AdditiveScore, AdditiveScore(4, 4)], ids=str)
+def test_each_layer_of_a_stack_draws_its_own(score):
+    model = Transformer(8, 2, 2, 2, dim_feedforward=8, score=score)
+    result = [part.score for part in model.modules() if isinstance(part, MultiHeadAttention)]
+    assert len({id(x) for x in result}) == len(result) == 6
+    first = result[0].v
+    assert not any(torch.equal(x.v, first) for x in result[1:])
 
 
 def test_compiled_heads_with_a_learned_score_are_eager_ones():
@@ -257,9 +257,9 @@ def test_models_make_a_learned_score_of_its_name():
 
 
 def test_a_layer_without_widths_says_what_to_pass():
-    for given in ("additive", AdditiveScore):
+    for score in ("additive", AdditiveScore):
         with pytest.raises(ArgumentError, match=r"pass AdditiveScore\(d_query, d_key\)"):
-            Attention(given)
+            Attention(score)
     assert isinstance(Attention(GaussianScore).score, GaussianScore)
     assert Attention("gaussian").score == scores.Gaussian(1.0)
 
@@ -273,20 +273,20 @@ def test_hooks_on_a_score_run(name):
     x = torch.randn(2, 5, 8, requires_grad=True)
     plain = layer(x, x, x, need_weights=False, is_causal=True)[0]
     seen = []
-    first = score.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
-    then = score.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    first = score.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    then = score.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     out = layer(x, x, x, need_weights=False, is_causal=True)[0]
     assert seen == [(2, 2, 5, 4), (2, 2, 5, 5)]
     torch.testing.assert_close(out, plain)
     weights = list(score.parameters())
-    found = (torch.autograd.grad(y.sum(), [x, *weights]) for y in (out, plain))
-    for got, want in zip(*found, strict=True):
+    actual = (torch.autograd.grad(y.sum(), [x, *weights]) for y in (out, plain))
+    for got, want in zip(*actual, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     first.remove()
     then.remove()
     layer(x, x, x, need_weights=False, is_causal=True)
     assert len(seen) == 2
-    with score.register_forward_hook(lambda module, given, out: out * 0):
+    with score.register_forward_hook(lambda module, inputs, out: out * 0):
         flat = layer(x, x, x)[1]
     torch.testing.assert_close(flat, torch.full_like(flat, 1 / 5))
 
@@ -294,14 +294,14 @@ def test_hooks_on_a_score_run(name):
 def test_hooks_on_an_inner_score_and_a_decoder_s_run():
     seen = []
     score = GatedScore(4, 4, "additive")
-    score.score.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    score.score.register_forward_hook(lambda module, inputs, out: seen.append(tuple(out.shape)))
     Attention(score)(*torch.randn(3, 1, 5, 4))
     assert seen == [(1, 5, 5)]
     decoder = BahdanauDecoder(7, 2, 3, 4)
     tokens, memory = torch.tensor([[1, 2]]), torch.randn(1, 5, 4)
     plain = decoder(tokens, memory)[0]
     seen.clear()
-    decoder.score.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    decoder.score.register_forward_hook(lambda module, inputs, out: seen.append(tuple(out.shape)))
     torch.testing.assert_close(decoder(tokens, memory)[0], plain)
     assert set(seen) == {(1, 1, 5)}
 
@@ -315,7 +315,7 @@ def test_hooks_on_all_modules_see_a_score(kind):
     plain = MultiHeadAttention(8, 2, batch_first=True)
     decoder = BahdanauDecoder(7, 2, 3, 4)
     x = torch.randn(2, 5, 8, requires_grad=True)
-    with getattr(module, f"register_module_{kind}")(lambda part, *given: seen.add(type(part))):
+    with getattr(module, f"register_module_{kind}")(lambda part, *args: seen.add(type(part))):
         layer(x, x, x)[0].sum().backward()
         assert {AdditiveScore, type(layer.out_proj), MultiHeadAttention} <= seen
         seen.clear()

@@ -19,9 +19,9 @@ def test_squeeze_excitation_is_its_formula():
     want = x * gate[..., None, None]
     torch.testing.assert_close(layer(x), want)
     torch.testing.assert_close(layer.gate(x), gate)
-    wanted = [x, *layer.parameters()]
+    expected = [x, *layer.parameters()]
     for a, b in zip(
-        *(torch.autograd.grad(y.square().sum(), wanted) for y in (layer(x), want)), strict=True
+        *(torch.autograd.grad(y.square().sum(), expected) for y in (layer(x), want)), strict=True
     ):
         torch.testing.assert_close(a, b)
 
@@ -31,7 +31,7 @@ def test_its_layers_are_called():
     layer, x = SqueezeExcitation(8, reduction=2).double(), torch.randn(3, 8, 4, **F64)
     want = layer.gate(x)
     layer.fc2 = torch.nn.Sequential(layer.fc2)
-    layer.fc2.register_forward_hook(lambda module, given, out: 0 * out)
+    layer.fc2.register_forward_hook(lambda module, inputs, out: 0 * out)
     torch.testing.assert_close(layer.gate(x), torch.full_like(want, 0.5))
 
 

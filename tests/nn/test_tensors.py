@@ -57,12 +57,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("given", [ROWS, ROWS.tolist()], ids=["ndarray", "list"])
+@pytest.mark.parametrize("value", [ROWS, ROWS.tolist()], ids=["ndarray", "list"])
 @pytest.mark.parametrize("name, call", CALLS.values(), ids=CALLS)
-def test_what_is_no_tensor_is_named(name, call, given):
-    kind = type(given).__name__
+def test_what_is_no_tensor_is_named(name, call, value):
+    kind = type(value).__name__
     with pytest.raises(DtypeError, match=rf"^{name} .*not {kind}: pass torch.as_tensor\({name}\)"):
-        call(given)
+        call(value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.long])
@@ -132,8 +132,8 @@ def test_a_nested_tensor_goes_through_the_network(layout):
     parts = [torch.randn(3, 4), torch.randn(2, 4)]
     network = FeedForward(4)
     out = network(torch.nested.nested_tensor(parts, layout=layout)).unbind()
-    for found, x in zip(out, parts, strict=True):
-        torch.testing.assert_close(found, network(x))
+    for result, x in zip(out, parts, strict=True):
+        torch.testing.assert_close(result, network(x))
     with pytest.raises(ShapeError, match=r"not \("):
         FeedForward(5)(torch.nested.nested_tensor(parts, layout=layout))
 

@@ -129,15 +129,15 @@ def test_checkpointing(make, reentrant, weights):
         return out if alpha is None else out + alpha.sum(-1, keepdim=True)
 
     x = torch.randn(2, 70, 8, requires_grad=True)
-    found = []
+    result = []
     for run in (function, lambda x: checkpoint(function, x, use_reentrant=reentrant)):
         torch.manual_seed(0)
         loss = run(x).square().sum()
         layer.zero_grad()
         x.grad = None
         loss.backward()
-        found.append([loss, x.grad, *(w.grad for w in layer.parameters())])
-    for a, b in zip(*found, strict=True):
+        result.append([loss, x.grad, *(w.grad for w in layer.parameters())])
+    for a, b in zip(*result, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -193,9 +193,9 @@ def test_transforms_of_layers(make, transform):
     names = [name for name, _ in layer.named_parameters()]
 
     def function(x, *parameters):
-        given = dict(zip(names, parameters, strict=True))
+        named_parameters = dict(zip(names, parameters, strict=True))
         keys = {"need_weights": False}
-        return torch.func.functional_call(layer, given, (x, x, x), keys)[0]
+        return torch.func.functional_call(layer, named_parameters, (x, x, x), keys)[0]
 
     x = torch.randn(2, 5, 8, dtype=torch.double)
     TORCH[transform](function, lambda n: [x, *(p.detach() for p in layer.parameters())])
@@ -227,14 +227,14 @@ def test_torchs_encoder_with_our_heads_inside(kind, is_causal, training):
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 3:] = True
     for masks_given in ({}, {"mask": causal}, {"src_key_padding_mask": padding}):
-        how = {**masks_given, "is_causal": is_causal} if "mask" in masks_given else masks_given
+        options = {**masks_given, "is_causal": is_causal} if "mask" in masks_given else masks_given
         with torch.set_grad_enabled(training):  # without gradients: torch's fast path
-            want, found = theirs(x, **how), ours(x, **how)
-        torch.testing.assert_close(found, want)
+            want, actual = theirs(x, **options), ours(x, **options)
+        torch.testing.assert_close(actual, want)
         if training:
             slopes = [
                 torch.autograd.grad(out.square().sum(), list(model.parameters()))
-                for model, out in ((theirs, want), (ours, found))
+                for model, out in ((theirs, want), (ours, actual))
             ]
             torch.testing.assert_close(*slopes)
 
@@ -257,7 +257,7 @@ def test_torchscript_of_torchs_encoder_with_our_heads_inside(kind):
 @pytest.mark.parametrize("extra", [False, True])
 def test_torchscript_of_plain_heads(extra):
     layer = MultiHeadAttention(16, 4, kdim=6, vdim=5, add_bias_kv=extra, add_zero_attn=extra)
-    given = torch.rand(3, 2, 16), torch.rand(4, 2, 6), torch.rand(4, 2, 5)
+    inputs = torch.rand(3, 2, 16), torch.rand(4, 2, 6), torch.rand(4, 2, 5)
     made = torch.jit.script(layer)
-    torch.testing.assert_close(made(*given), layer(*given))
+    torch.testing.assert_close(made(*inputs), layer(*inputs))
     assert list(made.state_dict()) == list(layer.state_dict())

@@ -20,8 +20,8 @@ def alphas(*values):
 
 def layer_of(*values, **more):
     torch.manual_seed(0)
-    how = weightings.Entmax(alphas(*values))
-    return nn.MultiHeadAttention(8, len(values), batch_first=True, weighting=how, **more)
+    weighting = weightings.Entmax(alphas(*values))
+    return nn.MultiHeadAttention(8, len(values), batch_first=True, weighting=weighting, **more)
 
 
 def test_the_parameter_is_the_layer_s():
@@ -36,8 +36,8 @@ def test_the_parameter_is_the_layer_s():
     assert (layer.weighting.alpha.grad != 0).all()
     for head, value in enumerate((1.2, 1.8)):  # each head has its own
         torch.manual_seed(0)
-        how = weightings.Entmax(value)
-        alone = nn.MultiHeadAttention(8, 2, batch_first=True, weighting=how)
+        weighting = weightings.Entmax(value)
+        alone = nn.MultiHeadAttention(8, 2, batch_first=True, weighting=weighting)
         want = alone(x, x, x, average_attn_weights=False)[1]
         np.testing.assert_allclose(alpha[:, head].detach(), want[:, head].detach(), atol=1e-5)
 
@@ -62,13 +62,13 @@ def test_it_is_saved_copied_and_moved():
 
 
 def test_every_layer_of_a_stack_has_its_own():
-    how = weightings.Entmax(alphas(1.5, 1.5))
-    stack = nn.TransformerEncoder(2, 8, 2, dim_feedforward=16, weighting=how)
-    found = [x for name, x in stack.named_parameters() if name.endswith("weighting.alpha")]
-    assert len({id(x) for x in found}) == 2
+    weighting = weightings.Entmax(alphas(1.5, 1.5))
+    stack = nn.TransformerEncoder(2, 8, 2, dim_feedforward=16, weighting=weighting)
+    result = [x for name, x in stack.named_parameters() if name.endswith("weighting.alpha")]
+    assert len({id(x) for x in result}) == 2
 
 
-@pytest.mark.parametrize("make", [nn.Attention, lambda **how: nn.SelfAttention(3, **how)])
+@pytest.mark.parametrize("make", [nn.Attention, lambda **options: nn.SelfAttention(3, **options)])
 def test_other_layers(make):
     layer = make(weighting=weightings.Softmax(torch.nn.Parameter(torch.tensor(0.5))))
     assert list(layer.state_dict())[-1] == "weighting.temperature"
@@ -93,9 +93,11 @@ def test_compiled():
     layer, x = layer_of(1.2, 1.7), torch.randn(2, 5, 8)
     want = layer(x, x, x, need_weights=False)[0]
     quick = torch.compile(layer, backend="eager", fullgraph=True)
-    found = quick(x, x, x, need_weights=False)[0]
-    np.testing.assert_allclose(found.detach(), want.detach(), atol=1e-5)
-    grads = [torch.autograd.grad(y.square().sum(), layer.weighting.alpha)[0] for y in (want, found)]
+    actual = quick(x, x, x, need_weights=False)[0]
+    np.testing.assert_allclose(actual.detach(), want.detach(), atol=1e-5)
+    grads = [
+        torch.autograd.grad(y.square().sum(), layer.weighting.alpha)[0] for y in (want, actual)
+    ]
     np.testing.assert_allclose(*grads, rtol=1e-3, atol=1e-5)
 
 
@@ -136,4 +138,4 @@ def test_a_trace_is_small_enough_for_torch_to_run_twice():
 def test_a_hook_that_never_runs_is_reported(kind):
     layer = layer_of(1.2, 1.8)
     with pytest.warns(UserWarning, match=r"never runs.*nn\.capture"):
-        getattr(layer.weighting, f"register_{kind}")(lambda *given: None)
+        getattr(layer.weighting, f"register_{kind}")(lambda *args: None)

@@ -42,10 +42,10 @@ def live(page: Any) -> Any:
         return {"result": result, "buffers": [base64.b64encode(b).decode() for b in buffers]}
 
     def start(shown: Any, databases: dict[str, Any]) -> list[str]:
-        asked: list[str] = []
+        calls: list[str] = []
 
         def python(name: str, args: Any) -> Any:
-            asked.append(name)
+            calls.append(name)
             try:
                 return wire(run_call(name, args, databases))
             except qkv.QkvError as error:
@@ -53,6 +53,6 @@ def live(page: Any) -> Any:
 
         page.expose_function("python", python)
         page.evaluate(LIVE, [read_module(), wire(build_views(shown))])
-        return asked
+        return calls
 
     return start

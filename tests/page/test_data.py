@@ -29,23 +29,23 @@ TABLES = {
 }
 
 
-def opened(page: Any, tmp_path: Path) -> None:
+def open_page(page: Any, tmp_path: Path) -> None:
     to_html([{"view": "data"}], tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
 
 
-def given(page: Any, name: str, data: bytes) -> None:
+def open_file(page: Any, name: str, data: bytes) -> None:
     file = {"name": name, "mimeType": "text/csv", "buffer": data}
     page.get_by_test_id("data-file").set_input_files(file)
 
 
 @pytest.mark.filterwarnings("ignore::qkv.MixedColumnWarning")
 def test_cells_are_what_python_reads(page: Any, tmp_path: Path) -> None:
-    opened(page, tmp_path)
+    open_page(page, tmp_path)
     for name, text in TABLES.items():
         path = tmp_path / f"{name}.csv"
         path.write_text(text, encoding="utf-8", newline="")
-        given(page, path.name, path.read_bytes())
+        open_file(page, path.name, path.read_bytes())
         page.get_by_text(f"{name}: 2 rows").wait_for()
         for column, cells in sources.read(path).columns.items():
             for i, cell in enumerate(cells):
@@ -56,15 +56,15 @@ def test_cells_are_what_python_reads(page: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_text_that_is_not_utf8_is_refused(page: Any, tmp_path: Path, encoding: str) -> None:
-    opened(page, tmp_path)
-    given(page, "cities.csv", "city,people\nMünchen,3\n".encode(encoding))
+    open_page(page, tmp_path)
+    open_file(page, "cities.csv", "city,people\nMünchen,3\n".encode(encoding))
     message = "cities.csv is not UTF-8 text: save it as CSV UTF-8"
     page.get_by_test_id("data-error").filter(has_text=message).wait_for()
 
 
 def test_an_error_for_a_workbook_names_the_next_step(page: Any, tmp_path: Path) -> None:
-    opened(page, tmp_path)
-    given(page, "cities.xlsx", b"PK\3\4")
+    open_page(page, tmp_path)
+    open_file(page, "cities.xlsx", b"PK\3\4")
     message = "save a spreadsheet as CSV"
     page.get_by_test_id("data-error").filter(has_text=message).wait_for()
 

@@ -14,8 +14,8 @@ from qkv import Database, scores, weightings
 from qkv.page import to_html
 from qkv.page.views import build_views
 from qkv.util.formatting import format_one_line
-from tests.browser import until
-from tests.page.test_html_file import number, weights
+from tests.browser import wait_until
+from tests.page.test_html_file import read_number, weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,15 +36,15 @@ def rows_of(page: Any) -> list[tuple[str, str]]:
     ]
 
 
-def shown_as(page: Any, D: Any, query: Any, **how: Any) -> None:
-    found, rows = D.ask(query, **how), len(D)
-    assert weights(page, rows) == pytest.approx(found.weights.tolist(), abs=1e-6)
-    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
+def shown_as(page: Any, D: Any, query: Any, **options: Any) -> None:
+    result, rows = D.ask(query, **options), len(D)
+    assert weights(page, rows) == pytest.approx(result.weights.tolist(), abs=1e-6)
+    assert read_number(page, "answer-effective") == pytest.approx(result.effective_rows, abs=1e-5)
     shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
-    if isinstance(found.value, float):
-        assert float(shown_value) == pytest.approx(found.value, rel=1e-6)
+    if isinstance(result.value, float):
+        assert float(shown_value) == pytest.approx(result.value, rel=1e-6)
     else:
-        assert shown_value == found.value
+        assert shown_value == result.value
 
 
 def letters(page: Any) -> Any:
@@ -103,8 +103,8 @@ def test_books_are_an_excerpt_of_the_table(view: Any) -> None:
 )
 def test_every_weighting(view: Any, weighting: str) -> None:
     view.get_by_test_id("weighting").select_option(weighting)
-    how: Any = weightings.TopK(2) if weighting == "topk" else weighting
-    shown_as(view, letters(view), "Lee", weighting=how)
+    resolved_weighting: Any = weightings.TopK(2) if weighting == "topk" else weighting
+    shown_as(view, letters(view), "Lee", weighting=resolved_weighting)
 
 
 def test_temperature(view: Any) -> None:
@@ -209,21 +209,21 @@ def test_a_notebooks_theme_counts_more_than_the_systems(view: Any) -> None:
     assert box.get_attribute("data-theme") == "light"
 
 
-def opened(page: Any, D: Any, query: Any, path: Path, **how: Any) -> None:
-    to_html(D.ask(query, **how), path)
+def open_answer(page: Any, D: Any, query: Any, path: Path, **options: Any) -> None:
+    to_html(D.ask(query, **options), path)
     page.goto(path.as_uri())
 
 
 def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
     D: Any = Database(np.eye(3), np.array([[1.0, 2.0], [3.0, 5.0], [8.0, 13.0]]))
-    opened(page, D, np.array([1.0, 0.5, 0.0]), tmp_path / "p.html")
-    found = D.ask(np.array([1.0, 0.5, 0.0]))
-    assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    open_answer(page, D, np.array([1.0, 0.5, 0.0]), tmp_path / "p.html")
+    result = D.ask(np.array([1.0, 0.5, 0.0]))
+    assert weights(page, 3) == pytest.approx(result.weights.tolist(), abs=1e-6)
     page.get_by_test_id("query").fill("0, 0, 9")
-    found = D.ask(np.array([0.0, 0.0, 9.0]))
-    assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    result = D.ask(np.array([0.0, 0.0, 9.0]))
+    assert weights(page, 3) == pytest.approx(result.weights.tolist(), abs=1e-6)
     shown_numbers = page.get_by_test_id("answer-value").inner_text().split(", ")
-    assert [float(x) for x in shown_numbers] == pytest.approx(found.value.tolist(), rel=1e-4)
+    assert [float(x) for x in shown_numbers] == pytest.approx(result.value.tolist(), rel=1e-4)
     page.get_by_test_id("query").fill("north")
     assert "separated by commas" in page.get_by_test_id("trouble").inner_text()
 
@@ -231,10 +231,10 @@ def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
 def test_keys_of_several_columns_and_values_that_are_records(page: Any, tmp_path: Path) -> None:
     rows = {("Li", 1): {"a": [1, None]}, ("Hu", 2): None, ("Smola", 3): "<b>"}
     D: Any = Database(rows)
-    opened(page, D, ("Li", 1), tmp_path / "p.html")
-    found = D.ask(("Li", 1))
-    alpha = [found.weights[0], found.weights[2]]
-    assert found.total == 2
+    open_answer(page, D, ("Li", 1), tmp_path / "p.html")
+    result = D.ask(("Li", 1))
+    alpha = [result.weights[0], result.weights[2]]
+    assert result.total == 2
     assert weights(page, 2) == pytest.approx(alpha, abs=1e-6)
     value = page.get_by_test_id("answer-value")
     assert value.inner_text() == "a: 1, nothing"
@@ -252,7 +252,7 @@ def test_vectors_among_the_columns_of_a_value(page: Any, tmp_path: Path) -> None
         key="name",
         encoder="characters",
     )
-    opened(page, D, "a", tmp_path / "p.html")
+    open_answer(page, D, "a", tmp_path / "p.html")
     vectors = "short: 1.5, 2, long: 0, 1, 2, 3, 4, 5, 6, 7, …"
     assert page.get_by_test_id("answer-value").inner_text() == f"note: two lines, {vectors}"
     assert page.get_by_test_id("row-0-value").input_value() == f"note: two⏎lines, {vectors}"
@@ -264,10 +264,10 @@ def test_a_score_of_ones_own_is_shown_as_python_found_it(page: Any, tmp_path: Pa
     def near(q: Any, k: Any) -> Any:
         return -3 * abs(q - np.swapaxes(k, -1, -2))
 
-    opened(page, D, 1.5, tmp_path / "p.html", score=near)
-    found = D.ask(1.5, score=near)
-    assert weights(page, 3) == pytest.approx(found.weights.tolist())
-    assert number(page, "answer-value") == pytest.approx(found.value)
+    open_answer(page, D, 1.5, tmp_path / "p.html", score=near)
+    result = D.ask(1.5, score=near)
+    assert weights(page, 3) == pytest.approx(result.weights.tolist())
+    assert read_number(page, "answer-value") == pytest.approx(result.value)
     assert "which the page cannot compute" in page.get_by_test_id("note").inner_text()
     page.get_by_test_id("query").fill("3")
     assert "chosen above" in page.get_by_test_id("note").inner_text()
@@ -301,7 +301,7 @@ def test_a_text_encoder_lives_in_python_and_the_file_says_so(page: Any, tmp_path
 
 def test_what_was_typed_is_encoded_by_python(page: Any, live: Any) -> None:
     D: Any = Database({"Li": "Mu", "Hu": "Rachel", "Smola": "Alex"}, encoder="text")
-    asked = live(D.ask("Lee"), {})
+    calls = live(D.ask("Lee"), {})
     shown_as(page, D, "Lee")
     page.get_by_test_id("query").fill("Schmola")
     page.get_by_test_id("note").wait_for(state="hidden")
@@ -309,7 +309,7 @@ def test_what_was_typed_is_encoded_by_python(page: Any, live: Any) -> None:
     page.get_by_test_id("row-1-key").fill("Hung")
     page.get_by_test_id("note").wait_for(state="hidden")
     shown_as(page, Database(rows_of(page), encoder="text"), "Schmola")
-    assert set(asked) == {"encode"}
+    assert set(calls) == {"encode"}
 
 
 def test_an_encoder_that_knows_its_keys_is_the_databases_own(page: Any, live: Any) -> None:
@@ -334,16 +334,16 @@ def wares(count: int) -> Any:
     )
 
 
-def pooled(page: Any, D: Any, query: str, **how: Any) -> None:
+def pooled(page: Any, D: Any, query: str, **options: Any) -> None:
     """Both columns, as Python pools them, and the best row."""
-    found, best = D.ask(query, **how), D.ask(query, weighting="hard")
+    result, best = D.ask(query, **options), D.ask(query, weighting="hard")
     shown = page.get_by_test_id("answer-value")
     shown_value = json.loads(shown.get_attribute("data-value"))
-    assert shown_value == pytest.approx(found.value, rel=1e-5)
+    assert shown_value == pytest.approx(result.value, rel=1e-5)
     assert shown.inner_text() == format_one_line(shown_value, 100)
     hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
     assert hard == pytest.approx(best.value)
-    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, rel=1e-4)
+    assert read_number(page, "answer-effective") == pytest.approx(result.effective_rows, rel=1e-4)
     for name in ("answer", "hard"):
         assert page.get_by_test_id(f"{name}-effective").inner_text().endswith(f" of {len(D):,}")
     assert page.locator(".database svg.line").count() == 0
@@ -370,7 +370,7 @@ def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: 
     D = wares(700)
     [descriptor] = build_views(D)
     descriptor["data"]["database"] = "wares"
-    asked = live(descriptor, {"wares": D})
+    calls = live(descriptor, {"wares": D})
     pooled(page, D, next(iter(D)))
     page.get_by_test_id("query").fill("orchard lantern 699")
     page.get_by_text("Computed from all 700 rows").wait_for()
@@ -384,7 +384,7 @@ def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: 
     page.get_by_test_id("weighting").select_option("average")
     page.get_by_text("Computed from all 700 rows").wait_for()
     pooled(page, D, "orchard lantern 699", weighting="average")
-    assert set(asked) == {"answer"}
+    assert set(calls) == {"answer"}
     # Rows that were changed by hand are no longer Python's.
     page.get_by_test_id("weighting").select_option("softmax")
     page.get_by_text("Computed from all 700 rows").wait_for()
@@ -398,10 +398,10 @@ def test_an_answer_that_does_not_come_is_reported(page: Any, live: Any) -> None:
     D = wares(700)
     [descriptor] = build_views(D)
     descriptor["data"]["database"] = "wares"
-    asked = live(descriptor, {"wares": D})
+    calls = live(descriptor, {"wares": D})
     page.evaluate("() => { window.held = new Promise((go) => { window.answer = go; }); }")
     page.get_by_test_id("query").fill("orchard lantern 699")
-    until(page, lambda: asked)
+    wait_until(page, lambda: calls)
     page.clock.run_for(10_000)
     trouble = page.get_by_test_id("trouble")
     trouble.filter(has_text="Python has not answered yet").wait_for()
@@ -422,7 +422,7 @@ def test_a_query_among_numbers_is_a_number(view: Any) -> None:
 
 def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
     D: Any = Database({date(2023, 12, 31): 1.0, date(2024, 2, 10): 3.0, date(2024, 3, 1): 4.0})
-    opened(page, D, "2024-02-10", tmp_path / "p.html")
+    open_answer(page, D, "2024-02-10", tmp_path / "p.html")
     page.get_by_test_id("query").fill("2024-01-01")
     assert weights(page, 3) == pytest.approx(D.ask("2024-01-01").weights.tolist(), abs=1e-6)
     for query in ("2024", "2024-02-30", "2023-02-29", "2024-13-01"):
@@ -433,7 +433,7 @@ def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
 
 def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
     D: Any = Database({"Li": "Mu\nof Amazon", "Hu": "Rachel"}, encoder="characters")
-    opened(page, D, "Li", tmp_path / "p.html")
+    open_answer(page, D, "Li", tmp_path / "p.html")
     value = page.get_by_test_id("row-0-value")
     assert value.input_value() == "Mu⏎of Amazon"
     value.fill("Mu⏎of Boson")
@@ -441,8 +441,8 @@ def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None:
-    for given in ("0", "-1", ""):
-        view.get_by_test_id("temperature-number").fill(given)
+    for text in ("0", "-1", ""):
+        view.get_by_test_id("temperature-number").fill(text)
         view.keyboard.press("Tab")
         trouble = view.get_by_test_id("temperature-trouble")
         assert trouble.inner_text().startswith("must be above 0")
@@ -455,7 +455,7 @@ def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None
 
 def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) -> None:
     D: Any = Database({1.0: 3.0, -2.0: 5.0, 1e6: 2.0})
-    opened(page, D, -1e6, tmp_path / "p.html", score="dot", weighting="raw")
+    open_answer(page, D, -1e6, tmp_path / "p.html", score="dot", weighting="raw")
     shown_weights = [page.get_by_test_id(f"row-{i}-weight").inner_text() for i in range(3)]
     assert shown_weights == ["4.444e+11", "4.444e+11", "−8.889e+11"]
     assert page.get_by_test_id("row-2-score").inner_text().endswith("−8.889e+11")
@@ -467,21 +467,21 @@ def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) ->
             number, bar = (cell.locator(part).bounding_box() for part in (".number", ".bar"))
             assert bar["x"] >= number["x"] + number["width"], width
             assert cell.locator(".number").evaluate("e => e.scrollWidth <= e.clientWidth"), width
-    whole, part = (
+    full, part = (
         page.locator("tbody tr").nth(i).locator("td.weight.first .bar i").bounding_box()["width"]
         for i in (2, 0)
     )
-    assert part / whole == pytest.approx(0.5, abs=0.02)
+    assert part / full == pytest.approx(0.5, abs=0.02)
     # A spread, or a percent of all, means nothing to weights that are no shares.
     assert "±" not in page.get_by_test_id("view-database").inner_text()
     named: Any = Database({1.0: "a", 2.0: "b", 4.0: "b"})
-    opened(page, named, 3.0, tmp_path / "q.html", score="constant", weighting="raw")
+    open_answer(page, named, 3.0, tmp_path / "q.html", score="constant", weighting="raw")
     assert page.locator(".answer.soft .legend").inner_text().split() == ["b", "2.000", "a", "1.000"]
 
 
 def test_rows_without_a_value_are_counted(page: Any, tmp_path: Path) -> None:
     D: Any = Database({"a": None, "b": 1.0, "c": float("nan"), "d": 2.0})
-    opened(page, D, "b", tmp_path / "p.html")
+    open_answer(page, D, "b", tmp_path / "p.html")
     note = page.get_by_test_id("note")
     assert note.inner_text() == "2 rows without a value are ignored."
     page.get_by_test_id("row-0-value").fill("")
@@ -491,7 +491,7 @@ def test_rows_without_a_value_are_counted(page: Any, tmp_path: Path) -> None:
 def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
     D: Any = Database({1.0: 3.0, 2.0: 5.0, 6.0: 2.0})
     formula = page.get_by_test_id("formulas").locator("span").first
-    opened(page, D, 4.0, tmp_path / "p.html", score="dot", weighting="raw")
+    open_answer(page, D, 4.0, tmp_path / "p.html", score="dot", weighting="raw")
     assert D.ask(4.0, score="dot", weighting="raw").weights == pytest.approx([-2.0, -1.0, 3.0])
     assert " ".join(formula.inner_text().split()) == "s = qᵀk, q and k minus the mean of the keys"
     for score, formula_text in (
@@ -499,7 +499,7 @@ def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
         (scores.Boxcar(2.0), "s = 1 where ‖q − k‖ ≤ w, else 0, w = 2"),
         (scores.Cosine(0.5), "s = qᵀk / (‖q‖ ‖k‖ τ), τ = 0.5, q and k minus the mean of the keys"),
     ):
-        opened(page, D, 4.0, tmp_path / "p.html", score=score)
+        open_answer(page, D, 4.0, tmp_path / "p.html", score=score)
         assert " ".join(formula.inner_text().split()) == formula_text
 
 

@@ -58,7 +58,7 @@ WEIGHTINGS: list[dict[str, Any]] = [
 ]
 
 
-def built(names: Any, spec: dict[str, Any]) -> Any:
+def build_record(names: Any, spec: dict[str, Any]) -> Any:
     settings = {
         name: np.array(x) if isinstance(x, list) else x
         for name, x in spec.items()
@@ -104,9 +104,9 @@ def run(page: Any) -> Any:
     page.goto("about:blank")
     page.evaluate(LOAD, read_module())
 
-    def run(body: str, given: Any) -> Any:
+    def run(body: str, inputs: Any) -> Any:
         code = f"(text) => written(((given) => {{ {body} }})(read(text)))"
-        return json.loads(page.evaluate(code, json.dumps(plain(given))), object_hook=revived)
+        return json.loads(page.evaluate(code, json.dumps(plain(inputs))), object_hook=revived)
 
     return run
 
@@ -130,43 +130,43 @@ def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
 
 def test_sigmoids_keep_the_digits_of_what_is_small(run: Any) -> None:
     key = np.array([[-700.0], [-40.0], [-17.0], [0.0], [3.0], [800.0]])
-    how = {"score": {"name": "dot"}, "weighting": {"name": "sigmoid"}}
-    found = run(ATTEND, [{"query": [1.0], "keys": key, "values": key, "how": how}])[0]
-    wanted = qkv.weights(np.ones((1, 1)), key, score="dot", weighting="sigmoid")[0]
-    np.testing.assert_allclose(found["weights"], wanted, rtol=1e-14)
-    np.testing.assert_allclose(wanted[:2], np.exp([-700.0, -40.0]), rtol=1e-14)
+    options = {"score": {"name": "dot"}, "weighting": {"name": "sigmoid"}}
+    actual = run(ATTEND, [{"query": [1.0], "keys": key, "values": key, "how": options}])[0]
+    expected = qkv.weights(np.ones((1, 1)), key, score="dot", weighting="sigmoid")[0]
+    np.testing.assert_allclose(actual["weights"], expected, rtol=1e-14)
+    np.testing.assert_allclose(expected[:2], np.exp([-700.0, -40.0]), rtol=1e-14)
 
 
 def test_every_score_and_weighting(run: Any) -> None:
     rng = np.random.default_rng(0)
-    cases, due = [], []
+    cases, correct = [], []
     for score in SCORES:
         for weighting in WEIGHTINGS:
             for rows in (7, 90):
                 query, key, value = draw(rng, rows)
                 if rows == 7:
                     key += 9.0  # nothing within a window
-                how = {"score": score, "weighting": weighting}
-                cases.append({"query": query[0], "keys": key, "values": value, "how": how})
-                due.append(expected(query, key, value, how))
-    for case, found, wanted in zip(cases, run(ATTEND, cases), due, strict=True):
+                options = {"score": score, "weighting": weighting}
+                cases.append({"query": query[0], "keys": key, "values": value, "how": options})
+                correct.append(expected_answer(query, key, value, options))
+    for case, actual, wanted in zip(cases, run(ATTEND, cases), correct, strict=True):
         label = str(case["how"])
         if wanted is None:
-            assert "error" in found, label
+            assert "error" in actual, label
             continue
         for name, x in wanted.items():
             if name in ("entropy", "effective") and np.abs(wanted["weights"]).sum() < 1e-9:
                 continue  # shares of what has no digits
             if x is None:
-                assert found[name] is None, label
+                assert actual[name] is None, label
             else:
-                np.testing.assert_allclose(found[name], x, err_msg=f"{label}: {name}", **CLOSE)
+                np.testing.assert_allclose(actual[name], x, err_msg=f"{label}: {name}", **CLOSE)
 
 
-def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | None:
+def expected_answer(query: Any, key: Any, value: Any, options: Any) -> dict[str, Any] | None:
     """What Python gives; None where it refuses."""
-    score = built(scores.NAMES, how["score"])
-    weighting = built(weightings.NAMES, how["weighting"])
+    score = build_record(scores.NAMES, options["score"])
+    weighting = build_record(weightings.NAMES, options["weighting"])
     if weighting.incompatible_reason(score, biased=False):
         return None
     rows = StoredRows(lambda: [RowChunk(key, value)], key.shape, 2)
@@ -174,14 +174,14 @@ def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | Non
     out, alpha = qkv.attend(
         query, key, value, score=score, weighting=weighting, engine="dense", return_weights=True
     )
-    some = bool((np.abs(alpha[0]) > 0).any())
+    has_weight = bool((np.abs(alpha[0]) > 0).any())
     entropy = get_entropy(seen)[0]
     return {
         "scores": weighting.adapt_score(score)(query, key)[0],
         "weights": alpha[0],
         "value": out[0],
         "entropy": entropy,
-        "effective": math.exp(entropy) if some else 0.0,
+        "effective": math.exp(entropy) if has_weight else 0.0,
         "lse": None if seen.lse is None else seen.lse[0],
     }
 
@@ -207,7 +207,7 @@ ROWS: list[tuple[list[float], list[bool] | None]] = [
 def test_rows_on_the_edge(run: Any) -> None:
     body = """
     return given.map(({ spec, rows }) => {
-      const weighting = equation.weighting(spec);
+      const weighting = equation.resolveWeighting(spec);
       return rows.map(([s, live]) => [weighting.weights(s, live), weighting.lse(s, live)]);
     });
     """
@@ -216,24 +216,24 @@ def test_rows_on_the_edge(run: Any) -> None:
         positive = spec["name"] == "normalized"
         rows = [(np.abs(s).tolist() if positive else s, live) for s, live in ROWS]
         cases.append({"spec": spec, "rows": rows})
-    for case, found in zip(cases, run(body, cases), strict=True):
-        weighting = built(weightings.NAMES, case["spec"])
-        for (s, live), (alpha, lse) in zip(case["rows"], found, strict=True):
+    for case, actual in zip(cases, run(body, cases), strict=True):
+        weighting = build_record(weightings.NAMES, case["spec"])
+        for (s, live), (alpha, lse) in zip(case["rows"], actual, strict=True):
             label = f"{weighting} {s} {live}"
             x, at = np.array([s]), np.arange(len(s))[None]
             mask = None if live is None else np.array([live])
-            wanted = weighting(x, mask)[0]
-            if isinstance(weighting, weightings.Entmax) and np.isnan(wanted).any():
+            expected = weighting(x, mask)[0]
+            if isinstance(weighting, weightings.Entmax) and np.isnan(expected).any():
                 # Which of a row's weights are NaN is the solver's own affair.
                 assert np.isnan(alpha).any() == np.isnan(s).any(), label
                 continue
-            np.testing.assert_allclose(alpha, wanted, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(alpha, expected, err_msg=label, **CLOSE)
             if not weighting.has_lse:
                 assert lse is None
                 continue
             with np.errstate(invalid="ignore"):
-                due = weighting.compute_lse(weighting.scale_scores(x), mask, at)[0, 0]
-            np.testing.assert_allclose(lse, due, err_msg=label, **CLOSE)
+                correct = weighting.compute_lse(weighting.scale_scores(x), mask, at)[0, 0]
+            np.testing.assert_allclose(lse, correct, err_msg=label, **CLOSE)
 
 
 def test_pairs_on_the_edge(run: Any) -> None:
@@ -242,21 +242,21 @@ def test_pairs_on_the_edge(run: Any) -> None:
     key = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.5], [1e30, 2.0, 0.5], [math.nan, 1.0, 2.0]])
     body = """
     return given.scores.map((spec) => {
-      const score = equation.score(spec);
-      return given.query.map((q) => given.key.map((k) => score.at(q, k)));
+      const score = equation.resolveScore(spec);
+      return given.query.map((q) => given.key.map((k) => score.compute(q, k)));
     });
     """
     all_found = run(body, {"scores": SCORES, "query": query, "key": key})
-    for spec, found in zip(SCORES, all_found, strict=True):
+    for spec, actual in zip(SCORES, all_found, strict=True):
         with np.errstate(all="ignore"):
-            wanted = built(scores.NAMES, spec)(query, key)
-        np.testing.assert_allclose(found, wanted, err_msg=str(spec), **CLOSE)
+            expected = build_record(scores.NAMES, spec)(query, key)
+        np.testing.assert_allclose(actual, expected, err_msg=str(spec), **CLOSE)
 
 
 def test_every_name_is_registered_in_python(run: Any) -> None:
     body = "return [Object.keys(equation.SCORES), Object.keys(equation.WEIGHTINGS)];"
-    mine, others = run(body, None)
-    assert set(mine) <= set(scores.NAMES)
+    page_scores, others = run(body, None)
+    assert set(page_scores) <= set(scores.NAMES)
     assert set(others) <= set(weightings.NAMES)
 
 
@@ -272,26 +272,27 @@ BAD: list[tuple[str, Any]] = [
 
 def test_bad_settings_are_refused(run: Any) -> None:
     body = """
-    return given.map(([what, spec]) => {
-      try { equation[what](spec); return null } catch (error) { return error.message }
+    const resolve = { score: equation.resolveScore, weighting: equation.resolveWeighting };
+    return given.map(([kind, spec]) => {
+      try { resolve[kind](spec); return null } catch (error) { return error.message }
     });
     """
     for (what, spec), message in zip(BAD, run(body, BAD), strict=True):
         assert message, spec
         assert spec["name"] in message
         with pytest.raises(QkvError):
-            built(getattr(qkv, f"{what}s").NAMES, spec)
+            build_record(getattr(qkv, f"{what}s").NAMES, spec)
 
 
 def test_unknown_names_are_refused(run: Any) -> None:
-    body = "try { equation[given](given) } catch (error) { return error.message }"
-    assert "gaussian" in run(body, "score")
-    assert "softmax" in run(body, "weighting")
+    body = "try { equation[given]('none') } catch (error) { return error.message }"
+    assert "gaussian" in run(body, "resolveScore")
+    assert "softmax" in run(body, "resolveWeighting")
 
 
 def test_an_empty_window_may_be_an_error(run: Any) -> None:
     body = """
-    try { equation.weighting({ name: "normalized", on_empty: "raise" }).weights([0, 0]) }
+    try { equation.resolveWeighting({ name: "normalized", on_empty: "raise" }).weights([0, 0]) }
     catch (e) { return e.message }
     """
     assert "window" in run(body, None)
@@ -334,7 +335,8 @@ def test_encoders(run: Any) -> None:
     body = """
     return given.map(([name, keys, queries]) => {
       const encoder = equation.encoders.fit(name, keys);
-      return [encoder.encode(keys), encoder.query(queries), encoder.score(keys.length)];
+      const score = encoder.defaultScore(keys.length);
+      return [encoder.encode(keys), encoder.encodeQueries(queries), score];
     });
     """
     for (name, keys, queries), (vectors, asked, score) in zip(
@@ -346,15 +348,15 @@ def test_encoders(run: Any) -> None:
         )
         np.testing.assert_allclose(vectors, key, err_msg=name, **CLOSE)
         np.testing.assert_allclose(asked, query, err_msg=name, **CLOSE)
-        mine, own = built(scores.NAMES, score), encoder.default_score(len(keys))
-        assert type(mine) is type(own)
+        ours, own = build_record(scores.NAMES, score), encoder.default_score(len(keys))
+        assert type(ours) is type(own)
         for field in ("scale", "bandwidth"):
             if getattr(own, field, None) is not None:
-                np.testing.assert_allclose(getattr(mine, field), getattr(own, field), rtol=1e-6)
+                np.testing.assert_allclose(getattr(ours, field), getattr(own, field), rtol=1e-6)
 
 
 def test_encoders_that_do_not_run_here_say_so(run: Any) -> None:
-    body = "return given.map((name) => equation.encoders.can(name));"
+    body = "return given.map((name) => equation.encoders.isAvailable(name));"
     assert run(body, ["characters", "text", "words", "sentences"]) == [True, False, False, False]
 
 
@@ -391,23 +393,29 @@ def test_a_database_answers_alike(run: Any) -> None:
     return given.map(([rows, query, how]) => equation.ask(rows, query, how));
     """
     cases = [
-        ([{"key": key, "value": value} for key, value in rows.items()], query, how | {"encoder": e})
-        for rows, query, e, how in ASKED
-    ]
-    for (rows, query, encoder, how), found in zip(ASKED, run(body, cases), strict=True):
-        made = {name: built(getattr(qkv, f"{name}s").NAMES, x) for name, x in how.items()}
-        answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
-        label = f"{query} {encoder} {how}"
-        if isinstance(answer.value, float):
-            np.testing.assert_allclose(found["pooled"], answer.value, err_msg=label, **CLOSE)
-            np.testing.assert_allclose(found["spread"], answer.spread, err_msg=label, **CLOSE)
-        else:
-            assert found["pooled"] == answer.value, label
-        np.testing.assert_allclose(found["weights"], answer.weights, err_msg=label, **CLOSE)
-        np.testing.assert_allclose(found["entropy"], answer.entropy, err_msg=label, **CLOSE)
-        np.testing.assert_allclose(
-            found["effective"], answer.effective_rows, err_msg=label, **CLOSE
+        (
+            [{"key": key, "value": value} for key, value in rows.items()],
+            query,
+            options | {"encoder": e},
         )
-        assert (found["total"], found["missing"]) == (answer.total, answer.missing)
-        assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows], label
-        assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]
+        for rows, query, e, options in ASKED
+    ]
+    for (rows, query, encoder, options), result in zip(ASKED, run(body, cases), strict=True):
+        made = {
+            name: build_record(getattr(qkv, f"{name}s").NAMES, x) for name, x in options.items()
+        }
+        answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
+        label = f"{query} {encoder} {options}"
+        if isinstance(answer.value, float):
+            np.testing.assert_allclose(result["pooled"], answer.value, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(result["spread"], answer.spread, err_msg=label, **CLOSE)
+        else:
+            assert result["pooled"] == answer.value, label
+        np.testing.assert_allclose(result["weights"], answer.weights, err_msg=label, **CLOSE)
+        np.testing.assert_allclose(result["entropy"], answer.entropy, err_msg=label, **CLOSE)
+        np.testing.assert_allclose(
+            result["effective"], answer.effective_rows, err_msg=label, **CLOSE
+        )
+        assert (result["total"], result["missing"]) == (answer.total, answer.missing)
+        assert [row["key"] for row in result["rows"]] == [row.key for row in answer.rows], label
+        assert [share["value"] for share in result["values"]] == [s.value for s in answer.values]

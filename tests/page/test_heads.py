@@ -13,7 +13,7 @@ from qkv.errors import DtypeError
 from qkv.page import to_html
 from qkv.page.heads import heads_view
 from qkv.page.views import build_views
-from tests.browser import until
+from tests.browser import wait_until
 
 RNG = np.random.default_rng(14)
 TOKENS = ["the", "dog", "<img src=x onerror=alert(1)>", "was", "happy"]
@@ -21,8 +21,8 @@ TOKENS = ["the", "dog", "<img src=x onerror=alert(1)>", "was", "happy"]
 
 def alpha(*shape: int) -> np.ndarray:
     scores = np.exp(3 * RNG.standard_normal(shape))
-    found: np.ndarray = scores / scores.sum(-1, keepdims=True)
-    return found
+    result: np.ndarray = scores / scores.sum(-1, keepdims=True)
+    return result
 
 
 def entropy(weights: np.ndarray) -> Any:
@@ -102,24 +102,24 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     view = heads_view(weights, ["layer.0", "layer.1"], labels=TOKENS)
     to_html(view, tmp_path / "heads.html")
     page.goto((tmp_path / "heads.html").as_uri())
-    found = entropy(weights)
+    result = entropy(weights)
     for i, j in np.ndindex(2, 3):
         shown = page.get_by_test_id(f"entropy-{i}-{j}").inner_text()
-        assert abs(float(shown) - found[i, j]) <= 0.0051
+        assert abs(float(shown) - result[i, j]) <= 0.0051
 
     page.get_by_test_id("head-1-2").click()
     assert page.get_by_test_id("head-title").inner_text() == "Layer 1, head 2"
     page.keyboard.press("ArrowLeft")
     assert page.get_by_test_id("head-title").inner_text() == "Layer 1, head 1"
-    assert f"Entropy {found[1, 1]:.3f}" in page.get_by_test_id("head-entropy").inner_text()
+    assert f"Entropy {result[1, 1]:.3f}" in page.get_by_test_id("head-entropy").inner_text()
 
     # The cell under the cursor: by keyboard, said and shown to half a step of its byte.
     page.get_by_test_id("head").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
         page.keyboard.press(key)
-    said = page.get_by_test_id("announce").text_content()
-    assert said == page.get_by_test_id("head-readout").text_content()
-    names, _, number = said.rpartition("  ")
+    announcement = page.get_by_test_id("announce").text_content()
+    assert announcement == page.get_by_test_id("head-readout").text_content()
+    names, _, number = announcement.rpartition("  ")
     assert names == f"{TOKENS[2]} → {TOKENS[1]}"
     near, error = map(float, number.split(" ± "))
     assert abs(near - weights[1, 1, 2, 1]) <= 2 * error < 0.02
@@ -139,10 +139,10 @@ def test_the_heads_of_a_large_model_are_opened_one_by_one(
     page.goto((tmp_path / "late.html").as_uri())
     for i, j in np.ndindex(2, 2):
         page.get_by_test_id(f"head-{i}-{j}").click()
-        due = weights[i, j, 0].max()
+        expected = weights[i, j, 0].max()
         page.wait_for_function(
             "([list, due]) => Math.abs(list.querySelector('.number').textContent - due) < 0.006",
-            arg=[page.get_by_test_id("head-bars").element_handle(), due],
+            arg=[page.get_by_test_id("head-bars").element_handle(), expected],
         )
 
 
@@ -188,7 +188,7 @@ def test_a_head_is_zoomed_and_dragged_by_hand(page: Any, tmp_path: Path) -> None
     page.keyboard.down("Control")
     page.mouse.wheel(0, -400)  # e² times as large, about the pointer
     page.keyboard.up("Control")
-    until(page, lambda: cell(x + 120, y + 120) != aside)  # a wheel is not waited for
+    wait_until(page, lambda: cell(x + 120, y + 120) != aside)  # a wheel is not waited for
     near = cell(x + 120, y + 120)
     assert cell(x, y) == middle
     for i in (0, 1):

@@ -33,11 +33,11 @@ CSV = "gpa,salary\n3.1,70\n3.5,82\n3.6,86\n4.0,95\n"
 ROWS = [(3.1, 70), (3.5, 82), (3.6, 86), (4.0, 95)]
 
 
-def number(at: Any, test: str) -> float:
+def read_number(at: Any, test: str) -> float:
     return float(at.get_by_test_id(test).inner_text().split()[0].replace("−", "-"))
 
 
-def typed(at: Any, test: str, to: float) -> None:
+def type_number(at: Any, test: str, to: float) -> None:
     at.get_by_test_id(f"{test}-number").fill(str(to))
     at.get_by_test_id(f"{test}-number").press("Enter")
 
@@ -59,8 +59,8 @@ def sentence(at: Any) -> None:
 
 
 def regression(at: Any) -> None:
-    typed(at, "regression-bandwidth", 0.5)
-    typed(at, "regression-query", 1.5)
+    type_number(at, "regression-bandwidth", 0.5)
+    type_number(at, "regression-query", 1.5)
     at.get_by_text("as numbers").locator("visible=true").click()
     read = "(all) => all.map((input) => Number(input.value))"
     x, y = (
@@ -69,17 +69,17 @@ def regression(at: Any) -> None:
     )
     value = qkv.attend([[1.5]], x[:, None], y[:, None], score=scores.Gaussian(0.5))[0, 0]
     at.get_by_test_id("regression-value").filter(has_text=f"{value:.2f}"[:-1]).wait_for()
-    assert number(at, "regression-value") == pytest.approx(value, abs=1e-3)
+    assert read_number(at, "regression-value") == pytest.approx(value, abs=1e-3)
 
 
 def similarity(at: Any) -> None:
     at.get_by_test_id("score-gaussian").click()
-    typed(at, "scores-q", 0.9)
+    type_number(at, "scores-q", 0.9)
     keys = np.linspace(-3, 3, 41).round(2)[:, None]
     alpha = qkv.weights([[0.9]], keys, score=scores.Gaussian(0.6))[0]
-    due = -(alpha * np.log(alpha)).sum()
-    at.get_by_test_id("scores-entropy").filter(has_text=f"{due:.2f}").wait_for()
-    assert number(at, "scores-entropy") == pytest.approx(due, abs=6e-4)
+    expected = -(alpha * np.log(alpha)).sum()
+    at.get_by_test_id("scores-entropy").filter(has_text=f"{expected:.2f}").wait_for()
+    assert read_number(at, "scores-entropy") == pytest.approx(expected, abs=6e-4)
 
 
 def data(at: Any) -> None:
@@ -96,7 +96,7 @@ def data(at: Any) -> None:
 
 
 def model(at: Any) -> None:
-    assert number(at, "entropy-0-1") == pytest.approx(np.log(2), abs=0.006)
+    assert read_number(at, "entropy-0-1") == pytest.approx(np.log(2), abs=0.006)
 
 
 TOUR = {
@@ -136,21 +136,23 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
             text = reported or at.get_by_test_id("model-text").input_value()
             alpha = run_call("sentence", {"text": text}, {})["weights"]
             with np.errstate(divide="ignore", invalid="ignore"):
-                due = -np.nansum(alpha * np.log(alpha), -1).mean(-1)
-            words = f"Entropy {due[0, 0]:.3f}"
+                expected = -np.nansum(alpha * np.log(alpha), -1).mean(-1)
+            words = f"Entropy {expected[0, 0]:.3f}"
             at.get_by_test_id("head-entropy").filter(has_text=words).wait_for()
-            for i, j in np.ndindex(*due.shape):
-                assert number(at, f"entropy-{i}-{j}") == pytest.approx(due[i, j], abs=0.006)
+            for i, j in np.ndindex(*expected.shape):
+                assert read_number(at, f"entropy-{i}-{j}") == pytest.approx(
+                    expected[i, j], abs=0.006
+                )
 
     def read(at: Any) -> None:
         sentence(at)
-        due = run_call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
-        assert due["words"] == due["tokens"]
+        expected = run_call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
+        assert expected["words"] == expected["tokens"]
         at.get_by_test_id("sentence-model").select_option("minilm")
         at.get_by_test_id("head-5-11").wait_for()
-        row = due["weights"].reshape(-1, *due["weights"].shape[2:])[due["first"], 0]
+        row = expected["weights"].reshape(-1, *expected["weights"].shape[2:])[expected["first"], 0]
         for j, weight in enumerate(row):
-            assert number(at, f"weight-{j}") == pytest.approx(weight, abs=6e-4)
+            assert read_number(at, f"weight-{j}") == pytest.approx(weight, abs=6e-4)
 
     with at_work(serving(tmp_path), Access()) as url:
         page.goto(url)

@@ -14,12 +14,12 @@ SALARIES = {2.5: 60.0, 3.0: 70.0, 3.2: 71.0, 3.6: 86.0, 3.9: 95.0}
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><b>&lt;"
 
 
-def opened(page: Any, shown: Any, path: Path) -> None:
+def open_html(page: Any, shown: Any, path: Path) -> None:
     to_html(shown, path)
     page.goto(path.as_uri())
 
 
-def number(page: Any, test: str) -> float:
+def read_number(page: Any, test: str) -> float:
     return float(page.get_by_test_id(test).get_attribute("data-value"))
 
 
@@ -35,12 +35,12 @@ ALL = """
 def weights(page: Any, rows: int, what: str = "weight") -> list[float]:
     """Those of all rows at once: a question each would take seconds."""
     page.get_by_test_id(f"row-0-{what}").wait_for(state="attached")
-    found: list[float] = page.evaluate(ALL, [rows, what])
-    return found
+    result: list[float] = page.evaluate(ALL, [rows, what])
+    return result
 
 
 @pytest.mark.parametrize(
-    ("rows", "query", "how"),
+    ("rows", "query", "options"),
     [
         (NAMES, "Lee", {}),
         (NAMES, "Lee", {"weighting": weightings.Softmax(temperature=3)}),
@@ -53,35 +53,35 @@ def weights(page: Any, rows: int, what: str = "weight") -> list[float]:
     ids=str,
 )
 def test_an_answer_is_computed_again_in_the_page(
-    page: Any, tmp_path: Path, rows: Any, query: Any, how: Any
+    page: Any, tmp_path: Path, rows: Any, query: Any, options: Any
 ) -> None:
     D: Any = Database(rows)
-    found = D.ask(query, **how)
-    opened(page, found, tmp_path / "a.html")
-    assert weights(page, len(rows)) == pytest.approx(found.weights.tolist(), abs=1e-6)
-    hard = D.ask(query, **{**how, "weighting": "hard"})
+    result = D.ask(query, **options)
+    open_html(page, result, tmp_path / "a.html")
+    assert weights(page, len(rows)) == pytest.approx(result.weights.tolist(), abs=1e-6)
+    hard = D.ask(query, **{**options, "weighting": "hard"})
     assert weights(page, len(rows), "hard") == pytest.approx(hard.weights.tolist())
-    assert number(page, "answer-entropy") == pytest.approx(found.entropy, abs=1e-6)
-    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
+    assert read_number(page, "answer-entropy") == pytest.approx(result.entropy, abs=1e-6)
+    assert read_number(page, "answer-effective") == pytest.approx(result.effective_rows, abs=1e-5)
     shown_value = page.get_by_test_id("answer-value").get_attribute("data-value")
-    if isinstance(found.value, float):
-        assert float(shown_value) == pytest.approx(found.value, rel=1e-6)
+    if isinstance(result.value, float):
+        assert float(shown_value) == pytest.approx(result.value, rel=1e-6)
     else:
-        assert shown_value == found.value
+        assert shown_value == result.value
 
 
 def test_of_many_rows_the_heaviest_are_there_with_the_weights_they_had(
     page: Any, tmp_path: Path
 ) -> None:
     D: Any = Database([(x / 100, float(x)) for x in range(1000)])
-    found = D.ask(5.0)
-    opened(page, found, tmp_path / "a.html")
+    result = D.ask(5.0)
+    open_html(page, result, tmp_path / "a.html")
     assert (
         "all 1,000 rows. The table shows the 500 with the most weight"
         in page.get_by_test_id("note").inner_text()
     )
-    assert number(page, "answer-value") == pytest.approx(found.value)
-    heaviest = sorted(found.weights)[-500:]
+    assert read_number(page, "answer-value") == pytest.approx(result.value)
+    heaviest = sorted(result.weights)[-500:]
     assert sorted(weights(page, 500)) == pytest.approx(heaviest)
 
 
@@ -95,7 +95,7 @@ def test_a_database_is_asked_for_its_first_key(page: Any, tmp_path: Path) -> Non
 
 def test_text_never_becomes_markup(page: Any, tmp_path: Path) -> None:
     D: Any = Database({EVIL: EVIL, "b": EVIL}, value=EVIL)
-    opened(page, [D.ask(EVIL), D], tmp_path / "a.html")
+    open_html(page, [D.ask(EVIL), D], tmp_path / "a.html")
     assert page.get_by_test_id("row-0-key").input_value() == EVIL
     assert page.get_by_test_id("answer-value").inner_text() == EVIL
     assert page.title() != "owned"
@@ -104,7 +104,7 @@ def test_text_never_becomes_markup(page: Any, tmp_path: Path) -> None:
 
 
 def test_no_other_script_runs_and_no_address_is_reached(page: Any, tmp_path: Path) -> None:
-    opened(page, Database(NAMES).ask("Li"), tmp_path / "a.html")
+    open_html(page, Database(NAMES).ask("Li"), tmp_path / "a.html")
     page.expected += ["Content Security Policy", "Content-Security-Policy"]
     page.evaluate(
         """() => {
@@ -118,7 +118,7 @@ def test_no_other_script_runs_and_no_address_is_reached(page: Any, tmp_path: Pat
 
 
 def test_tabs_are_turned_by_arrow_keys(page: Any, tmp_path: Path) -> None:
-    opened(page, {"One": Database(NAMES), "Two": Database(SALARIES)}, tmp_path / "a.html")
+    open_html(page, {"One": Database(NAMES), "Two": Database(SALARIES)}, tmp_path / "a.html")
     one, two = (page.get_by_role("tab", name=name) for name in ("One", "Two"))
     one.focus()
     page.keyboard.press("ArrowRight")
@@ -134,10 +134,10 @@ def test_tabs_are_turned_by_arrow_keys(page: Any, tmp_path: Path) -> None:
 
 def test_a_page_of_one_view_says_what_it_is(page: Any, tmp_path: Path) -> None:
     """In the place of tabs, which several views have."""
-    opened(page, {"Names": Database(NAMES)}, tmp_path / "a.html")
+    open_html(page, {"Names": Database(NAMES)}, tmp_path / "a.html")
     assert page.get_by_role("heading", name="Names").is_visible()
     assert page.get_by_role("tab").count() == 0
-    opened(page, {"One": Database(NAMES), "Two": Database(SALARIES)}, tmp_path / "b.html")
+    open_html(page, {"One": Database(NAMES), "Two": Database(SALARIES)}, tmp_path / "b.html")
     page.get_by_role("tab", name="One").wait_for()
     assert page.get_by_test_id("title").count() == 0
 

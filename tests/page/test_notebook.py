@@ -29,8 +29,8 @@ def test_it_answers_what_it_is_asked() -> None:
     D: Any = qkv.Database(ROWS)
     page = qkv.show(D)
     [view] = page.views
-    asked = {"database": view["data"]["database"], "query": "Lee"}
-    reply, _ = page.answer_message({"id": 7, "call": "ask", "args": asked})
+    arguments = {"database": view["data"]["database"], "query": "Lee"}
+    reply, _ = page.answer_message({"id": 7, "call": "ask", "args": arguments})
     assert reply == {"id": 7, "result": reply["result"] | D.ask("Lee").to_dict()}
     args = {"keys": list(ROWS), "query": "Li", "encoder": "text"}
     reply, buffers = page.answer_message({"id": 8, "call": "encode", "args": args})

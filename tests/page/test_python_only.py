@@ -19,7 +19,7 @@ from qkv.page.views import build_views
 from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.security import Access
 from tests.page.test_database import salaries, shown_as
-from tests.page.test_scores import KEYS, SHOWN, column, typed
+from tests.page.test_scores import KEYS, SHOWN, column, type_number
 from tests.serve.test_page import at_work
 
 
@@ -57,7 +57,7 @@ def registered(page: Any) -> Iterator[None]:
     del scores.NAMES["stretched"], weightings.NAMES["halved"]
 
 
-def settled(page: Any) -> None:
+def wait_for_python(page: Any) -> None:
     page.get_by_text("Waiting for Python").wait_for(state="hidden")
     trouble = page.get_by_test_id("trouble")
     assert trouble.is_hidden(), trouble.inner_text()
@@ -67,19 +67,19 @@ def test_an_example_is_weighed_by_python(page: Any, live: Any) -> None:
     calls = live({"view": "database"}, {})
     page.get_by_test_id("example-salary").click()
     page.get_by_test_id("score").select_option("stretched")
-    settled(page)
+    wait_for_python(page)
     D = salaries(page)
     shown_as(page, D, 3.5, score="stretched")
     page.get_by_test_id("weighting").select_option("halved")
-    settled(page)
+    wait_for_python(page)
     shown_as(page, D, 3.5, score="stretched", weighting="halved")
     assert "α = halved(s)" in page.get_by_test_id("formulas").inner_text()
     page.get_by_test_id("score").select_option("gaussian")
-    settled(page)
+    wait_for_python(page)
     width = float(page.get_by_test_id("score-setting-number").input_value())
     shown_as(page, D, 3.5, score=scores.Gaussian(width), weighting="halved")
     page.get_by_test_id("query").fill("3.7")
-    settled(page)
+    wait_for_python(page)
     shown_as(page, D, 3.7, score=scores.Gaussian(width), weighting="halved")
     assert set(calls) == {"weigh"}
 
@@ -87,11 +87,11 @@ def test_an_example_is_weighed_by_python(page: Any, live: Any) -> None:
 def test_rows_that_were_edited_are_weighed_by_python(page: Any, live: Any) -> None:
     D: Any = Database({"Li": "Mu", "Hu": None, "Smola": "Alex"}, encoder="text")
     live(D.ask("Lee", score=Stretched(2.0)), {})
-    found = D.ask("Lee", score=Stretched(2.0))
+    result = D.ask("Lee", score=Stretched(2.0))
     shown_weight = page.get_by_test_id("row-0-weight").get_attribute("data-value")
-    assert float(shown_weight) == pytest.approx(found.weights[0], abs=1e-6)
+    assert float(shown_weight) == pytest.approx(result.weights[0], abs=1e-6)
     page.get_by_test_id("row-1-key").fill("Smolla")
-    settled(page)
+    wait_for_python(page)
     edited = Database({"Li": "Mu", "Smolla": "Alex"}, encoder="text")
     shown_as(page, edited, "Lee", score=Stretched(2.0))
 
@@ -104,9 +104,9 @@ def test_a_table_that_is_larger_than_the_page_is_asked_in_python(page: Any, live
     page.get_by_test_id("score").select_option("stretched")
     page.get_by_test_id("query").fill("40.25")
     page.get_by_text("Waiting for Python").wait_for(state="hidden")
-    found = D.ask(40.25, score="stretched")
+    result = D.ask(40.25, score="stretched")
     shown = page.get_by_test_id("answer-value").get_attribute("data-value")
-    assert float(shown) == pytest.approx(found.value, rel=1e-6)
+    assert float(shown) == pytest.approx(result.value, rel=1e-6)
     assert "weigh" not in calls
 
 
@@ -115,7 +115,7 @@ def test_settings_that_are_arrays_reach_python(page: Any, live: Any) -> None:
     score = Stretched(1.0, w=np.array([[2.0, 0.0], [1.0, 1.0]]))
     live(D.ask(np.array([0.5, 0.1]), score=score), {})
     page.get_by_test_id("query").fill("0.25, 1")
-    settled(page)
+    wait_for_python(page)
     shown_as(page, D, np.array([0.25, 1.0]), score=score)
 
 
@@ -140,7 +140,7 @@ def test_an_error_of_python_is_shown(page: Any, live: Any) -> None:
     live({"view": "database"}, {})
     page.get_by_test_id("example-salary").click()
     page.get_by_test_id("score").select_option("stretched")
-    settled(page)
+    wait_for_python(page)
     page.get_by_test_id("query").fill("2000")
     page.get_by_text("Python: stretched: the query is too far away").wait_for()
     assert page.get_by_test_id("answer-value").inner_text() == "–"
@@ -149,17 +149,17 @@ def test_an_error_of_python_is_shown(page: Any, live: Any) -> None:
 def test_the_view_of_scores_draws_them(page: Any, live: Any) -> None:
     live({"view": "scores"}, {})
     page.get_by_test_id("score-stretched").click()
-    typed(page, "scores-q", 0.9)
+    type_number(page, "scores-q", 0.9)
     page.get_by_test_id("scores-formula").filter(has_text="stretched").wait_for()
-    due = Stretched()(np.array([[0.9]]), KEYS[:, None])[0]
+    expected = Stretched()(np.array([[0.9]]), KEYS[:, None])[0]
     page.wait_for_timeout(500)
     page.get_by_test_id("scores-keys").locator("summary").click()
-    np.testing.assert_allclose(column(page, "score"), due, **SHOWN)
+    np.testing.assert_allclose(column(page, "score"), expected, **SHOWN)
     alpha = qkv.weights([[0.9]], KEYS[:, None], score=Stretched())[0]
     np.testing.assert_allclose(column(page, "weight"), alpha, **SHOWN)
     page.get_by_test_id("scores-weighting").select_option("halved")
     page.get_by_text("α = halved(s)").wait_for()
-    np.testing.assert_allclose(column(page, "weight"), np.exp(due) / 2, **SHOWN)
+    np.testing.assert_allclose(column(page, "weight"), np.exp(expected) / 2, **SHOWN)
 
 
 def test_a_server_computes_them(page: Any) -> None:
@@ -169,15 +169,15 @@ def test_a_server_computes_them(page: Any) -> None:
         page.goto(address)
         page.get_by_test_id("score").select_option("stretched")
         page.get_by_test_id("query").fill("3.7")
-        settled(page)
+        wait_for_python(page)
         shown_as(page, served["grades"], 3.7, score="stretched")
 
 
 def test_keys_that_are_compared_by_equality() -> None:
     args = {"keys": ["Li", "Hu", "Li"], "query": "Li", "encoder": "characters", "score": "exact"}
-    found = run_call("weigh", {**args, "weighting": "raw", "live": [True, True, False]}, {})
-    assert found["scores"].tolist() == [1, 0, 1]
-    assert found["weights"].tolist() == [1, 0, 0]
+    result = run_call("weigh", {**args, "weighting": "raw", "live": [True, True, False]}, {})
+    assert result["scores"].tolist() == [1, 0, 1]
+    assert result["weights"].tolist() == [1, 0, 0]
     with pytest.raises(qkv.QkvError, match="3 booleans"):
         run_call("weigh", {**args, "live": [True]}, {})
     with pytest.raises(qkv.QkvError, match="lists of vectors"):

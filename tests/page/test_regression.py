@@ -27,28 +27,28 @@ def opened(page: Any, tmp_path: Path) -> Any:
     to_html({"view": "regression", "title": "points", "data": data}, tmp_path / "r.html")
     page.goto((tmp_path / "r.html").as_uri())
     page.get_by_text("as numbers").click()
-    asked(page, 0.5)
+    move_query(page, 0.5)
     return page
 
 
-def asked(page: Any, share: float) -> float:
+def move_query(page: Any, share: float) -> float:
     """Moves the query to about a share of the range, and gives it."""
     at = round(float(LOW + (HIGH - LOW) * share), 2)
-    typed(page, "regression-query", at)
+    type_number(page, "regression-query", at)
     return at
 
 
-def typed(page: Any, name: str, to: float) -> None:
+def type_number(page: Any, name: str, to: float) -> None:
     page.get_by_test_id(f"{name}-number").fill(str(to))
     page.get_by_test_id(f"{name}-number").press("Enter")
 
 
-def number(page: Any, name: str) -> float:
+def read_number(page: Any, name: str) -> float:
     text = page.get_by_test_id(name).inner_text().split()[0].rstrip(",")
     return float(text.replace("−", "-"))
 
 
-def settled(page: Any) -> None:
+def wait_for_frame(page: Any) -> None:
     """After the next frame is drawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
@@ -57,8 +57,8 @@ def test_what_is_said_of_the_query_touches_no_point(page: Any, tmp_path: Path) -
     to_html({"view": "regression"}, tmp_path / "r.html")
     page.goto((tmp_path / "r.html").as_uri())
     for query in (1.2, 2, 3.4):
-        typed(page, "regression-query", query)
-        settled(page)
+        type_number(page, "regression-query", query)
+        wait_for_frame(page)
         label = page.get_by_test_id("regression-label").bounding_box()
         label |= {"y": label["y"] + 5, "height": label["height"] - 10}  # its letters, not its line
         for dot in page.locator("svg.points .dot").all():
@@ -71,15 +71,15 @@ def test_what_is_said_of_the_query_touches_no_point(page: Any, tmp_path: Path) -
 
 
 def points(page: Any) -> tuple[np.ndarray, np.ndarray]:
-    settled(page)
+    wait_for_frame(page)
     read = "(all) => all.map((input) => Number(input.value))"
     both = (page.locator(f"[data-testid$='-{axis}'][type=number]") for axis in "xy")
     return tuple(np.array(some.evaluate_all(read)) for some in both)  # type: ignore[return-value]
 
 
-def shown(page: Any) -> np.ndarray:
-    found = page.locator("[data-testid^='point-'][data-testid$='-weight']").all_inner_texts()
-    return np.array([float(text.replace("none", "nan")) for text in found])
+def read_weights(page: Any) -> np.ndarray:
+    result = page.locator("[data-testid^='point-'][data-testid$='-weight']").all_inner_texts()
+    return np.array([float(text.replace("none", "nan")) for text in result])
 
 
 def kernel(name: str, width: float, on_empty: str = "nan") -> dict[str, Any]:
@@ -89,50 +89,54 @@ def kernel(name: str, width: float, on_empty: str = "nan") -> dict[str, Any]:
     return {"score": score, "weighting": weightings.Normalized(on_empty)}
 
 
-def check(page: Any, at: float, how: dict[str, Any]) -> None:
+def check(page: Any, at: float, options: dict[str, Any]) -> None:
     """Everything that is shown of a query, from the points that are shown."""
     x, y = points(page)
     query, key = np.array([[at]]), x[:, None]
-    out, alpha = qkv.attend(query, key, y[:, None], return_weights=True, engine="dense", **how)
-    np.testing.assert_allclose(shown(page), alpha[0], **SHOWN)
-    np.testing.assert_allclose(number(page, "regression-value"), out[0, 0], rtol=1e-3, **SHOWN)
+    out, alpha = qkv.attend(query, key, y[:, None], return_weights=True, engine="dense", **options)
+    np.testing.assert_allclose(read_weights(page), alpha[0], **SHOWN)
+    np.testing.assert_allclose(read_number(page, "regression-value"), out[0, 0], rtol=1e-3, **SHOWN)
     p = alpha[0][alpha[0] > 0]
-    due = np.exp(-(p * np.log(p)).sum())
-    np.testing.assert_allclose(number(page, "regression-effective"), due, atol=6e-3)
-    np.testing.assert_allclose(number(page, "regression-loo"), held_out(x, y, how), rtol=1e-3)
+    expected = np.exp(-(p * np.log(p)).sum())
+    np.testing.assert_allclose(read_number(page, "regression-effective"), expected, atol=6e-3)
+    np.testing.assert_allclose(
+        read_number(page, "regression-loo"), held_out(x, y, options), rtol=1e-3
+    )
 
 
-def held_out(x: np.ndarray, y: np.ndarray, how: dict[str, Any]) -> float:
+def held_out(x: np.ndarray, y: np.ndarray, options: dict[str, Any]) -> float:
     key = x[:, None]
-    found = qkv.attend(key, key, y[:, None], mask=~masks.window(0), engine="dense", **how)[:, 0]
-    off = (found - y)[~np.isnan(found)]
+    result = qkv.attend(key, key, y[:, None], mask=~masks.window(0), engine="dense", **options)[
+        :, 0
+    ]
+    off = (result - y)[~np.isnan(result)]
     return float(np.sqrt((off**2).mean()))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.62])
 def test_every_kernel_gives_pythons_numbers(opened: Any, share: float) -> None:
-    at = asked(opened, share)
+    at = move_query(opened, share)
     kinds = ["gaussian", "laplace", "boxcar", "triangular", "epanechnikov", "constant"]
     for name, width in zip(kinds, (0.4, 0.3, 0.9, 1.2, 1.1, 1.0), strict=True):
         opened.get_by_test_id("regression-kernel").select_option(name)
-        settled(opened)
+        wait_for_frame(opened)
         if name != "constant":
-            typed(opened, "regression-bandwidth", width)
+            type_number(opened, "regression-bandwidth", width)
         check(opened, at, kernel(name, width))
 
 
 def test_a_query_without_neighbours(opened: Any) -> None:
     opened.get_by_test_id("regression-kernel").select_option("boxcar")
-    typed(opened, "regression-bandwidth", 0.01)
-    at = asked(opened, 0.02)
-    settled(opened)
+    type_number(opened, "regression-bandwidth", 0.01)
+    at = move_query(opened, 0.02)
+    wait_for_frame(opened)
     assert opened.get_by_test_id("regression-value").inner_text() == "no value"
     opened.get_by_test_id("regression-empty").select_option("nearest")
     check(opened, at, kernel("boxcar", 0.01, "nearest"))
 
 
 def test_points_are_dragged(opened: Any) -> None:
-    at = asked(opened, 0.5)
+    at = move_query(opened, 0.5)
     before = points(opened)
     dot = opened.get_by_test_id("point-6").bounding_box()
     middle = dot["x"] + dot["width"] / 2, dot["y"] + dot["height"] / 2
@@ -162,12 +166,12 @@ def test_points_are_dragged_by_a_finger(opened: Any) -> None:
 
 
 def test_points_are_moved_by_keys(opened: Any) -> None:
-    at = asked(opened, 0.5)
+    at = move_query(opened, 0.5)
     before = points(opened)
     opened.get_by_test_id("point-0").focus()
     for key in ("PageDown", "ArrowRight", "ArrowRight", "Shift+ArrowUp"):
         opened.keyboard.press(key)
-        settled(opened)
+        wait_for_frame(opened)
     x, y = points(opened)
     assert x[1] > before[0][1]
     assert y[1] > before[1][1]
@@ -184,19 +188,19 @@ def test_a_point_is_typed_and_removed(opened: Any) -> None:
     opened.get_by_test_id("point-3-y").fill("5.5")
     opened.get_by_test_id("point-3-y").press("Enter")
     assert points(opened)[1][3] == 5.5
-    check(opened, asked(opened, 0.3), kernel("gaussian", 0.4))
+    check(opened, move_query(opened, 0.3), kernel("gaussian", 0.4))
     opened.get_by_role("button", name="Remove point 4").click()
     assert 5.5 not in points(opened)[1]
 
 
 def test_the_best_bandwidth_has_the_least_error(opened: Any) -> None:
-    settled(opened)
+    wait_for_frame(opened)
     opened.get_by_test_id("regression-best").click()
-    settled(opened)
-    found = number(opened, "regression-loo")
+    wait_for_frame(opened)
+    actual = read_number(opened, "regression-loo")
     widths = (HIGH - LOW) * 0.01 ** np.linspace(1, 0, 41)
-    due = min(held_out(X, Y, kernel("gaussian", width)) for width in widths)
-    np.testing.assert_allclose(found, due, rtol=2e-3)
+    expected = min(held_out(X, Y, kernel("gaussian", width)) for width in widths)
+    np.testing.assert_allclose(actual, expected, rtol=2e-3)
 
 
 def test_a_row_of_the_heatmap_moves_the_query(opened: Any) -> None:
@@ -218,9 +222,9 @@ def test_a_table_of_numbers_answers_as_the_database_does(page: Any, tmp_path: Pa
     page.goto((tmp_path / "d.html").as_uri())
     page.get_by_test_id("tab-regression").click()
     for at in (3.0, 3.55):
-        typed(page, "regression-query", at)
-        settled(page)
-        value = number(page, "regression-value")
+        type_number(page, "regression-query", at)
+        wait_for_frame(page)
+        value = read_number(page, "regression-value")
         np.testing.assert_allclose(value, D.ask(at).value, rtol=1e-3)
     assert "gpa" in page.get_by_test_id("regression-plot").text_content()
     with pytest.raises(qkv.QkvError, match="numbers"):

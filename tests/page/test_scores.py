@@ -42,28 +42,28 @@ def opened(page: Any, tmp_path: Path) -> Any:
     return page
 
 
-def settled(page: Any) -> None:
+def wait_for_frame(page: Any) -> None:
     """After the next frame is drawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
 
 def column(page: Any, name: str) -> np.ndarray:
-    settled(page)
-    found = page.locator(f"[data-testid^='key-'][data-testid$='-{name}']").all_inner_texts()
-    return np.array([float(text.replace("−", "-").replace("none", "nan")) for text in found])
+    wait_for_frame(page)
+    result = page.locator(f"[data-testid^='key-'][data-testid$='-{name}']").all_inner_texts()
+    return np.array([float(text.replace("−", "-").replace("none", "nan")) for text in result])
 
 
-def typed(page: Any, name: str, to: float) -> None:
+def type_number(page: Any, name: str, to: float) -> None:
     page.get_by_test_id(f"{name}-number").fill(str(to))
     page.get_by_test_id(f"{name}-number").press("Enter")
 
 
-def number(page: Any, name: str) -> float:
+def read_number(page: Any, name: str) -> float:
     return float(page.get_by_test_id(name).inner_text().split()[0].replace("−", "-"))
 
 
 def test_every_score_is_pythons(opened: Any) -> None:
-    typed(opened, "scores-q", 0.9)
+    type_number(opened, "scores-q", 0.9)
     query = np.array([[0.9]])
     for name, score in SIMILARITIES.items():
         opened.get_by_test_id(f"score-{name}").click()
@@ -73,15 +73,15 @@ def test_every_score_is_pythons(opened: Any) -> None:
         alpha = qkv.weights(query, KEYS[:, None], score=score)[0]
         np.testing.assert_allclose(column(opened, "weight"), alpha, err_msg=name, **SHOWN)
         entropy = -(alpha * np.log(alpha)).sum()
-        np.testing.assert_allclose(number(opened, "scores-entropy"), entropy, **SHOWN)
+        np.testing.assert_allclose(read_number(opened, "scores-entropy"), entropy, **SHOWN)
         np.testing.assert_allclose(
-            number(opened, "scores-effective"), np.exp(entropy), atol=6e-3, err_msg=name
+            read_number(opened, "scores-effective"), np.exp(entropy), atol=6e-3, err_msg=name
         )
 
 
 def test_every_weighting_is_pythons(opened: Any) -> None:
     opened.get_by_test_id("score-triangular").click()
-    typed(opened, "scores-q", 1.2)
+    type_number(opened, "scores-q", 1.2)
     query, score = np.array([[1.2]]), scores.Triangular(1.5)
     made = {name: kind(3) if name == "topk" else kind() for name, kind in weightings.NAMES.items()}
     for name, weighting in made.items():
@@ -92,12 +92,12 @@ def test_every_weighting_is_pythons(opened: Any) -> None:
 
 def test_settings_are_slid_and_typed(opened: Any) -> None:
     opened.get_by_test_id("score-gaussian").click()
-    typed(opened, "scores-q", -0.75)
-    typed(opened, "setting-bandwidth", 1.7)
-    typed(opened, "setting-temperature", 0.25)
+    type_number(opened, "scores-q", -0.75)
+    type_number(opened, "setting-bandwidth", 1.7)
+    type_number(opened, "setting-temperature", 0.25)
     query = np.array([[-0.75]])
-    how = {"score": scores.Gaussian(1.7), "weighting": weightings.Softmax(0.25)}
-    alpha = qkv.weights(query, KEYS[:, None], **how)[0]
+    options = {"score": scores.Gaussian(1.7), "weighting": weightings.Softmax(0.25)}
+    alpha = qkv.weights(query, KEYS[:, None], **options)[0]
     np.testing.assert_allclose(column(opened, "weight"), alpha, **SHOWN)
     slider = opened.get_by_test_id("setting-bandwidth")
     slider.focus()
@@ -110,7 +110,7 @@ def test_settings_are_slid_and_typed(opened: Any) -> None:
 def test_angles_are_unit_vectors(opened: Any) -> None:
     opened.get_by_test_id("score-cosine").click()
     opened.get_by_test_id("scores-space").select_option("angles")
-    typed(opened, "scores-q", 54)
+    type_number(opened, "scores-q", 54)
     turn = np.radians(np.linspace(-180, 180, 41))
     vectors = np.stack([np.cos(turn), np.sin(turn)], axis=1)
     query = np.array([[np.cos(np.radians(54)), np.sin(np.radians(54))]])
@@ -124,26 +124,26 @@ def test_angles_are_unit_vectors(opened: Any) -> None:
 def test_what_means_nothing_is_said(opened: Any) -> None:
     opened.get_by_test_id("score-dot").click()
     opened.get_by_test_id("scores-weighting").select_option("normalized")
-    settled(opened)
+    wait_for_frame(opened)
     assert "can be negative" in opened.get_by_test_id("scores-refusal").inner_text()
     assert np.isnan(column(opened, "weight")).all()
     opened.get_by_test_id("score-boxcar").click()
-    settled(opened)
+    wait_for_frame(opened)
     assert not opened.get_by_test_id("scores-refusal").is_visible()
     assert abs(column(opened, "weight").sum() - 1) < 0.01
 
 
 def test_a_surface_moves_the_query(opened: Any) -> None:
     opened.get_by_test_id("score-dot").click()
-    settled(opened)
+    wait_for_frame(opened)
     opened.get_by_test_id("scores-surface").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
         opened.keyboard.press(key)
     q, k = KEYS[2], KEYS[1]
     np.testing.assert_allclose(column(opened, "score"), q * KEYS, **SHOWN)
-    np.testing.assert_allclose(number(opened, "scores-pair"), q * k, rtol=1e-3)
+    np.testing.assert_allclose(read_number(opened, "scores-pair"), q * k, rtol=1e-3)
     opened.get_by_test_id("scores-weights").hover()
-    settled(opened)
+    wait_for_frame(opened)
     readout = opened.get_by_test_id("scores-weights-readout").inner_text().replace("−", "-").split()
     row, col = float(readout[0]), float(readout[2])
     alpha = qkv.weights(np.array([[row]]), KEYS[:, None], score="dot")[0]

@@ -19,8 +19,8 @@ NINE = "I like Natural Language Processing, a lot!"
 
 def softmax(scores: np.ndarray) -> np.ndarray:
     e = np.exp(scores - scores.max(-1, keepdims=True))
-    found: np.ndarray = e / e.sum(-1, keepdims=True)
-    return found
+    result: np.ndarray = e / e.sum(-1, keepdims=True)
+    return result
 
 
 def numbers(page: Any, test: str) -> np.ndarray:
@@ -39,13 +39,13 @@ def bars(page: Any) -> np.ndarray:
     return np.array(page.locator(".links-key .bar i").evaluate_all(read))
 
 
-def shown(page: Any, path: Path, view: dict[str, Any]) -> None:
+def open_view(page: Any, path: Path, view: dict[str, Any]) -> None:
     to_html(view, path)
     page.goto(path.as_uri())
 
 
 def test_the_nine_words_of_the_seeds_step_by_step(page: Any, tmp_path: Path) -> None:
-    shown(page, tmp_path / "nine.html", sentence(NINE))
+    open_view(page, tmp_path / "nine.html", sentence(NINE))
     names = [page.get_by_test_id(f"word-{i}").inner_text() for i in range(9)]
     assert names == ["I", "like", "Natural", "Language", "Processing", ",", "a", "lot", "!"]
 
@@ -68,7 +68,7 @@ def test_the_nine_words_of_the_seeds_step_by_step(page: Any, tmp_path: Path) -> 
 
 
 def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
-    shown(page, tmp_path / "nine.html", sentence(NINE))
+    open_view(page, tmp_path / "nine.html", sentence(NINE))
     page.get_by_test_id("head-0-1").click()
     assert page.get_by_test_id("head-title").inner_text() == "Head 2: previous word"
     page.get_by_test_id("word-3").focus()
@@ -101,7 +101,7 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_sentence_is_typed_and_stays_text(page: Any, tmp_path: Path) -> None:
-    shown(page, tmp_path / "nine.html", sentence(NINE))
+    open_view(page, tmp_path / "nine.html", sentence(NINE))
     page.get_by_test_id("sentence").fill("<img src=x onerror=alert(1)> & me")
     assert page.get_by_test_id("word-0").inner_text() == "<"
     assert page.get_by_test_id("word-1").inner_text() == "img"
@@ -126,7 +126,7 @@ def test_what_a_model_read_is_static_in_a_file(page: Any, tmp_path: Path) -> Non
     alpha = read["weights"][0, 1]
     view = sentence("overjoyed <b>")
     view["data"]["read"] = read
-    shown(page, tmp_path / "model.html", view)
+    open_view(page, tmp_path / "model.html", view)
     assert page.get_by_test_id("sentence").is_disabled()
     assert page.get_by_test_id("head-title").inner_text() == "Head: layer 0, head 1"
     means = np.array([[1, 0, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 1]])

@@ -33,10 +33,10 @@ def known() -> dict[str, Any]:
 
 
 def test_an_upload_is_asked_as_the_database_it_is(known: dict[str, Any]) -> None:
-    how = {"top": 1, "where": "year > 1", "score": "cosine:0.2", "weighting": "topk:1"}
-    found = run_call("ask", {"database": "students", "query": "Ann", **how}, known)
-    assert found["value"] == {"major": "law", "year": 2} and found["total"] == 1
-    assert found["explained"].startswith("Of 1 row, Bo counts 100 %")
+    options = {"top": 1, "where": "year > 1", "score": "cosine:0.2", "weighting": "topk:1"}
+    result = run_call("ask", {"database": "students", "query": "Ann", **options}, known)
+    assert result["value"] == {"major": "law", "year": 2} and result["total"] == 1
+    assert result["explained"].startswith("Of 1 row, Bo counts 100 %")
 
 
 def test_an_upload_says_which_rows_it_skipped(known: dict[str, Any]) -> None:
@@ -193,11 +193,11 @@ def test_what_an_arrow_file_unpacks_to_is_known_before(stream: bool, compression
     words = pyarrow.array(["a" * 1000] * 40)
     table = pyarrow.table({"one": words, "two": words.dictionary_encode(), "n": range(40)})
     made, kind = io.BytesIO(), pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    how = pyarrow.ipc.IpcWriteOptions(compression=compression)
-    with kind(made, table.schema, options=how) as writer:
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with kind(made, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=16)
-    found = limits.unpacked_arrow_bytes(made.getvalue())
-    assert found == 0 if compression is None else 41_000 <= found <= 43_000
+    result = limits.unpacked_arrow_bytes(made.getvalue())
+    assert result == 0 if compression is None else 41_000 <= result <= 43_000
     if compression is None:
         return
     with pytest.raises(ArgumentError, match="not a complete Arrow file"):

@@ -46,12 +46,12 @@ FIGURES: dict[str, Any] = {
 
 def labels(axes: Any) -> list[Any]:
     """The words around one panel that are to be seen."""
-    found = [axes.title, axes.xaxis.label, axes.yaxis.label] if axes.axison else [axes.title]
+    result = [axes.title, axes.xaxis.label, axes.yaxis.label] if axes.axison else [axes.title]
     for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
         low, high = sorted(axis.get_view_interval())
         at = {label: label.get_position()[axis is axes.yaxis] for label in axis.get_ticklabels()}
-        found += [label for label in at if low <= at[label] <= high]
-    return [label for label in found if label.get_visible() and label.get_text()]
+        result += [label for label in at if low <= at[label] <= high]
+    return [label for label in result if label.get_visible() and label.get_text()]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -97,9 +97,9 @@ def test_heads_and_entropy_are_their_twins() -> None:
         np.testing.assert_array_equal(image.get_array(), expected)
     assert bar.get_ylim() == (0, ALPHA.max())
     panel, _ = plot.entropy(ALPHA).axes
-    found, most = data.entropy(ALPHA)
-    np.testing.assert_array_equal(panel.images[0].get_array(), found)
-    assert [t.get_text() for t in panel.texts] == [f"{h:.1f}" for h in found.flat]
+    actual, most = data.entropy(ALPHA)
+    np.testing.assert_array_equal(panel.images[0].get_array(), actual)
+    assert [t.get_text() for t in panel.texts] == [f"{h:.1f}" for h in actual.flat]
     assert f"{most:.2f} nats" in panel.get_title()
 
 

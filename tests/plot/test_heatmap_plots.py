@@ -36,7 +36,7 @@ def bars(figure: Any) -> list[Any]:
     return [axes for axes in figure.axes if not axes.images]
 
 
-def drawn(panel: Any) -> Any:
+def read_heatmap(panel: Any) -> Any:
     return np.ma.filled(panel.images[0].get_array().astype(float), np.nan)
 
 
@@ -71,7 +71,7 @@ class TestPanels:
         each = matrices.reshape(-1, *shape[-2:])
         assert len(panels(figure)) == len(each)
         for panel, matrix in zip(panels(figure), each, strict=True):
-            np.testing.assert_allclose(drawn(panel), matrix)
+            np.testing.assert_allclose(read_heatmap(panel), matrix)
         assert tuple(figure.get_size_inches()) == inches
         assert len(bars(figure)) == 1
 
@@ -310,7 +310,7 @@ class TestLarge:
         matrix[1234, 567] = 0.9
         figure = heatmaps(matrix)
         (panel,) = panels(figure)
-        cells = drawn(panel)
+        cells = read_heatmap(panel)
         assert max(cells.shape) < 250
         assert np.count_nonzero(cells) == 1
         assert cells.max() == np.float32(0.9)
@@ -329,7 +329,7 @@ class TestLarge:
         matrix[:350, :350] = np.nan
         matrix[0, 0] = 0.5
         (panel,) = panels(heatmaps(matrix))
-        cells = drawn(panel)
+        cells = read_heatmap(panel)
         rows, columns = cells.shape
         edges_i = np.append(np.arange(rows) * 700 // rows, 700)
         edges_j = np.append(np.arange(columns) * 700 // columns, 700)
@@ -359,7 +359,7 @@ class TestInput:
 
     def shows_weights(self, matrices: Any, rtol: float = 1e-6) -> None:
         for panel, matrix in zip(panels(heatmaps(matrices)), self.weights, strict=True):
-            np.testing.assert_allclose(drawn(panel), matrix, rtol=rtol)
+            np.testing.assert_allclose(read_heatmap(panel), matrix, rtol=rtol)
 
     def test_lists(self) -> None:
         self.shows_weights(self.weights.tolist())
@@ -372,7 +372,7 @@ class TestInput:
     @pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "uint16"])
     def test_masks_and_counts(self, dtype: str) -> None:
         (panel,) = panels(heatmaps(np.tri(4).astype(dtype)))
-        np.testing.assert_array_equal(drawn(panel), np.tri(4))
+        np.testing.assert_array_equal(read_heatmap(panel), np.tri(4))
 
     def test_torch(self) -> None:
         torch = pytest.importorskip("torch")

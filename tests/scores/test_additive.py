@@ -47,10 +47,10 @@ def test_products_have_the_slope_of_tanh_as_near_as_the_dtype_rounds(dtype):
     one = torch.ones(1, 1, dtype=torch.float64)
     tanh = Additive(one, one, one[0])
     a, b = (torch.linspace(-3, 3, n, dtype=torch.float64)[:, None] for n in (201, 41))
-    found = tanh.find_lowering(a, b, None, dtype)[0]
+    actual = tanh.find_lowering(a, b, None, dtype)[0]
     a.requires_grad_()
     for key in b:  # the slope in a of each pair
         got, want = (
-            torch.autograd.grad(score(a, key[None]).sum(), a)[0] for score in (found, tanh)
+            torch.autograd.grad(score(a, key[None]).sum(), a)[0] for score in (actual, tanh)
         )
         assert (got - want).abs().max() <= torch.finfo(getattr(torch, dtype)).eps / 2

@@ -111,8 +111,8 @@ def test_differences_of_few_queries_are_summed_in_blocks(power, lead, n, monkeyp
     rng = np.random.default_rng(0)
     query = rng.normal(size=(*lead, n, 5)).astype("f4")
     key = rng.normal(size=(3, 4100, 5)).astype("f4")
-    found = sum_differences(query, key, power)
+    actual = sum_differences(query, key, power)
     difference = query.astype(float)[..., :, None, :] - key.astype(float)[..., None, :, :]
     want = (np.abs(difference) ** power).sum(-1)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, want, rtol=1e-5)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, want, rtol=1e-5)

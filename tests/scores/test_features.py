@@ -41,10 +41,8 @@ def test_products_are_tanh(fw, units):
 @pytest.mark.parametrize("side", [0, 1])
 def test_in_place_is_the_same(units, side):
     x, v = sides()[side], np.linspace(-1, 2, len(RANGES))
-    whole = np.concatenate(tanh_features._features_by_group(units, side, x, v)).T.reshape(2, 7, -1)
-    np.testing.assert_allclose(
-        tanh_features.evaluate_features(units, side, x, v), whole, atol=1e-12
-    )
+    full = np.concatenate(tanh_features._features_by_group(units, side, x, v)).T.reshape(2, 7, -1)
+    np.testing.assert_allclose(tanh_features.evaluate_features(units, side, x, v), full, atol=1e-12)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -55,14 +53,14 @@ def test_gradients_of_our_own(units, side):
     v = torch.linspace(-1, 2, len(RANGES), dtype=torch.float64).requires_grad_()
     along = torch.randn(2, 3, units.width, dtype=torch.float64)
 
-    def by_torch(*given):
-        return torch.cat(tanh_features._features_by_group(units, side, *given)).mT.reshape(2, 3, -1)
+    def by_torch(*args):
+        return torch.cat(tanh_features._features_by_group(units, side, *args)).mT.reshape(2, 3, -1)
 
-    for given in ([x, v], [x]):
+    for inputs in ([x, v], [x]):
         got = torch.autograd.grad(
-            tanh_features.evaluate_features(units, side, *given), given, along
+            tanh_features.evaluate_features(units, side, *inputs), inputs, along
         )
-        want = torch.autograd.grad(by_torch(*given), given, along)
+        want = torch.autograd.grad(by_torch(*inputs), inputs, along)
         for one, two in zip(got, want, strict=True):
             torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-9)
     few = torch.from_numpy(sides(1)[side] * 0.9).requires_grad_()  # two rows: it moves each number

@@ -21,13 +21,15 @@ def test_who_writes_another_formula_inherits_no_other_way_to_it(known):
 
     rng, score = np.random.default_rng(0), Sharper()
     query, key, value = (rng.normal(size=(300, d)) for d in (4, 4, 2))
-    how = {"weighting": "normalized"} if score.is_nonnegative else {}
-    want = qkv.attend(query, key, value, score=score, engine="dense", **how)
-    np.testing.assert_allclose(qkv.attend(query, key, value, score=score, **how), want, atol=1e-12)
+    options = {"weighting": "normalized"} if score.is_nonnegative else {}
+    want = qkv.attend(query, key, value, score=score, engine="dense", **options)
+    np.testing.assert_allclose(
+        qkv.attend(query, key, value, score=score, **options), want, atol=1e-12
+    )
     with pytest.raises(EngineError, match="Sharper has no dot product form"):
-        qkv.attend(query, key, value, score=score, engine="lowered", **how)
-    found = qkv.Database(key, value).attend(query, score=score, tolerance=1e-6, **how)
-    np.testing.assert_allclose(found, want, atol=1e-5)
+        qkv.attend(query, key, value, score=score, engine="lowered", **options)
+    actual = qkv.Database(key, value).attend(query, score=score, tolerance=1e-6, **options)
+    np.testing.assert_allclose(actual, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("score", [scores.ScaledDot(), scores.ScaledDot(softcap=2.0)])

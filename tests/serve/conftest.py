@@ -27,8 +27,8 @@ LOCAL = "http://localhost"
 
 def serving(folder: Path) -> DatabaseRegistry:
     """Books and grades on disk; vectors, keys of two columns, and nothing yet in memory."""
-    how: dict[str, Any] = {"key": "title", "value": "genre", "encoder": "characters"}
-    qkv.Database.from_columns(BOOKS, **how, path=folder / "books.qkv").close()
+    options: dict[str, Any] = {"key": "title", "value": "genre", "encoder": "characters"}
+    qkv.Database.from_columns(BOOKS, **options, path=folder / "books.qkv").close()
     grades = {"gpa": [3.1, 3.5, 3.6, 4.0], "salary": [70.0, 82.0, 86.0, 95.0]}
     qkv.Database.from_columns(grades, key="gpa", path=folder / "grades.qkv").close()
     served = open_sources([folder / "books.qkv", folder / "grades.qkv"])

@@ -18,9 +18,9 @@ def serving(*arguments: object, env: dict[str, str] | None = None) -> Iterator[t
         try:
             ready, _, _ = select.select([server.stderr], [], [], 300)
             line = server.stderr.readline() if ready else "nothing"
-            found = re.search(r"http://\S+?(?=;)", line)
-            assert found, f"qkv serve said {line!r}"
-            yield found[0], server
+            result = re.search(r"http://\S+?(?=;)", line)
+            assert result, f"qkv serve said {line!r}"
+            yield result[0], server
         finally:
             server.terminate()
             server.communicate(timeout=300)

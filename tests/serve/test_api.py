@@ -28,20 +28,20 @@ def post(client: TestClient, path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def alike(found: Any, answer: Answer) -> None:
+def check_same_answer(actual: Any, answer: Answer) -> None:
     """The same answer, but for the last digits that a batch of another size may change."""
     near = partial(pytest.approx, rel=1e-4, abs=1e-6)
     expected = answer.to_dict()
-    rows, due = found.pop("rows"), expected.pop("rows")
-    assert [row.pop("weight") for row in rows] == near([row.pop("weight") for row in due])
-    assert rows == due
+    rows, correct = actual.pop("rows"), expected.pop("rows")
+    assert [row.pop("weight") for row in rows] == near([row.pop("weight") for row in correct])
+    assert rows == correct
     for name in ("value", "entropy", "effective_rows"):
         want = expected.pop(name)
-        assert found[name] == (near(want) if isinstance(want, float | list) else want), name
-    assert found["lse"] == (None if answer.lse is None else near(answer.lse, nan_ok=True))
-    assert (found["score"], found["weighting"]) == (answer.score, answer.weighting)
-    assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]
-    assert {name: found[name] for name in expected} == expected
+        assert actual[name] == (near(want) if isinstance(want, float | list) else want), name
+    assert actual["lse"] == (None if answer.lse is None else near(answer.lse, nan_ok=True))
+    assert (actual["score"], actual["weighting"]) == (answer.score, answer.weighting)
+    assert [share["value"] for share in actual["values"]] == [s.value for s in answer.values]
+    assert {name: actual[name] for name in expected} == expected
 
 
 ASKS: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
@@ -68,22 +68,22 @@ ASKS: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 def test_ask(
     client: TestClient, served: DatabaseRegistry, name: str, query: Any, sent: Any, meant: Any
 ) -> None:
-    found = post(client, f"/v1/databases/{name}/ask", query=query, **sent)
+    actual = post(client, f"/v1/databases/{name}/ask", query=query, **sent)
     database = served.databases[name].database
-    asked = np.asarray(query) if name == "vectors" else query
-    expected = database.ask(asked, **meant)
+    cells = np.asarray(query) if name == "vectors" else query
+    expected = database.ask(cells, **meant)
     if isinstance(expected, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            alike(one, other)
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            check_same_answer(one, other)
     else:
-        alike(found, expected)
+        check_same_answer(actual, expected)
 
 
 def test_a_key_of_several_columns_is_a_list(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["places"].database
-    found = post(client, "/v1/databases/places/ask", query=["Li", 1])
-    alike(found, database.ask(("Li", 1)))
+    result = post(client, "/v1/databases/places/ask", query=["Li", 1])
+    check_same_answer(result, database.ask(("Li", 1)))
     many = post(client, "/v1/databases/places/ask", query=[["Li", 1], ["Hu", 2]])
     assert [one["value"] for one in many] == ["Mu", "Rachel"]
     assert client.get('/v1/databases/places/rows/["Hu", 2]').json()["value"] == "Rachel"
@@ -100,11 +100,11 @@ def test_text_is_read_as_the_keys_are(client: TestClient, served: DatabaseRegist
 
 def test_attend(client: TestClient, served: DatabaseRegistry) -> None:
     vectors, grades = (served.databases[name].database for name in ("vectors", "grades"))
-    found = post(
+    actual = post(
         client, "/v1/databases/vectors/attend", query=KEYS[:3].tolist(), score="gaussian:2"
     )
     expected = vectors.attend(KEYS[:3].astype(float), score=Gaussian(2.0))
-    np.testing.assert_allclose(found["value"], expected, rtol=1e-6)
+    np.testing.assert_allclose(actual["value"], expected, rtol=1e-6)
     one = post(client, "/v1/databases/vectors/attend", query=KEYS[1].tolist())
     np.testing.assert_allclose(one["value"], vectors.attend(KEYS[1].astype(float)), rtol=1e-6)
     number = post(client, "/v1/databases/grades/attend", query=3.3, where="gpa < 4")
@@ -114,14 +114,14 @@ def test_attend(client: TestClient, served: DatabaseRegistry) -> None:
 def test_weights(client: TestClient) -> None:
     query, key = KEYS[:2].astype(float), KEYS[2:6].astype(float)
     body = {"query": query.tolist(), "key": key.tolist()}
-    found = post(client, "/v1/weights", **body, score="gaussian:0.5", weighting="sparsemax")
+    actual = post(client, "/v1/weights", **body, score="gaussian:0.5", weighting="sparsemax")
     expected = qkv.weights(query, key, score=Gaussian(0.5), weighting="sparsemax")
-    np.testing.assert_allclose(found["weights"], expected, rtol=1e-12)
+    np.testing.assert_allclose(actual["weights"], expected, rtol=1e-12)
     mask = [[True, False, False, True]] * 2
-    found = post(client, "/v1/weights", **body, mask=mask)
-    np.testing.assert_allclose(found["weights"], qkv.weights(query, key, mask=np.array(mask)))
-    found = post(client, "/v1/weights", **body, mask="causal")
-    np.testing.assert_allclose(found["weights"], qkv.weights(query, key, mask="causal"))
+    actual = post(client, "/v1/weights", **body, mask=mask)
+    np.testing.assert_allclose(actual["weights"], qkv.weights(query, key, mask=np.array(mask)))
+    actual = post(client, "/v1/weights", **body, mask="causal")
+    np.testing.assert_allclose(actual["weights"], qkv.weights(query, key, mask="causal"))
 
 
 def test_rows(client: TestClient, served: DatabaseRegistry) -> None:
@@ -132,11 +132,11 @@ def test_rows(client: TestClient, served: DatabaseRegistry) -> None:
         "rows": [dict(zip(BOOKS, row, strict=True)) for row in zip(*BOOKS.values(), strict=True)],
     }
     where = "year > 1816"
-    found = client.get(
+    actual = client.get(
         "/v1/databases/books/rows", params={"from": 1, "count": 2, "where": where, "at": 1}
     ).json()
     expected = list(database.at(1).rows(where=where, start=1, count=2))
-    assert found == {"from": 1, "total": 4, "rows": expected}
+    assert actual == {"from": 1, "total": 4, "rows": expected}
 
 
 def test_write_update_remove_and_look_back(client: TestClient, served: DatabaseRegistry) -> None:
@@ -156,8 +156,8 @@ def test_write_update_remove_and_look_back(client: TestClient, served: DatabaseR
     assert past["value"] == "novel"
     reply = client.delete(f"{path}/Middlemarch/1").json()
     assert reply == {"removed": 2, "name": "books", "rows": 5, "version": before + 4}
-    found = client.get("/v1/databases/books/versions").json()
-    assert found["versions"] == to_jsonable(
+    result = client.get("/v1/databases/books/versions").json()
+    assert result["versions"] == to_jsonable(
         [
             {n: getattr(v, n) for n in ("number", "time", "what", "added", "removed", "rows")}
             for v in database.versions()
@@ -195,9 +195,9 @@ def test_text_stays_text_in_a_column_of_several_kinds(tmp_path: Path) -> None:
     "row", ['{"$float": "inf"}', '{"$tuple": [1]}', '{"$bytes": ""}', '{"gpa": {"$dict": 5}}']
 )
 def test_a_row_that_is_tagged_as_a_cell_is_refused(client: TestClient, row: str) -> None:
-    how = {"content-type": encoding.CELLS_MEDIA_TYPE}
+    options = {"content-type": encoding.CELLS_MEDIA_TYPE}
     path = "/v1/databases/grades/rows"
-    answer = client.post(path, content=f'{{"rows": [{row}]}}', headers=how)
+    answer = client.post(path, content=f'{{"rows": [{row}]}}', headers=options)
     assert answer.status_code == 422 and answer.json()["kind"] in ("ArgumentError", "DtypeError")
 
 
@@ -223,12 +223,12 @@ def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: DatabaseRe
 
 def test_info_and_databases(client: TestClient, served: DatabaseRegistry) -> None:
     database = served.databases["books"].database
-    found = client.get("/v1/databases/books/info").json()
+    result = client.get("/v1/databases/books/info").json()
     about = dict(database.info())
     del about["path"]
-    assert {name: found[name] for name in about} == to_jsonable(about)
-    assert found["types"] == {"title": "text", "genre": "text", "year": "number"}
-    assert found["name"] == "books" and found["missing"] == {"title": 0, "genre": 0, "year": 0}
+    assert {name: result[name] for name in about} == to_jsonable(about)
+    assert result["types"] == {"title": "text", "genre": "text", "year": "number"}
+    assert result["name"] == "books" and result["missing"] == {"title": 0, "genre": 0, "year": 0}
     listed = client.get("/v1/databases").json()["databases"]
     assert [one["name"] for one in listed] == ["books", "grades", "vectors", "places"]
     assert listed[1]["key"] == ["gpa"] and listed[1]["rows"] == 4

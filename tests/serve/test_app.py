@@ -78,7 +78,7 @@ def test_a_body_that_is_no_json(client: TestClient, content: bytes, message: str
 def test_a_long_integer_is_not_rounded() -> None:
     for number in (2**63 - 1, 2**64 + 1, -(2**70) - 1):
         raw = json.dumps({"query": number}).encode()
-        assert validation.parse_json(raw, schemas.ASK_BODY) == {"query": number}
+        assert validation.parse_validated_json(raw, schemas.ASK_BODY) == {"query": number}
 
 
 def test_lists_within_lists(client: TestClient) -> None:
@@ -237,8 +237,8 @@ def test_what_takes_too_long(
     client: TestClient, served: DatabaseRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0.05)
-    kept, late = served.databases["grades"], threading.Event()
-    monkeypatch.setattr(kept.database, "ask", lambda *_, **__: late.wait(60), raising=False)
+    database, late = served.databases["grades"], threading.Event()
+    monkeypatch.setattr(database.database, "ask", lambda *_, **__: late.wait(60), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     late.set()
     message = answer.json()["error"]
@@ -256,22 +256,22 @@ def test_what_is_kept_is_finished(
         return timed[-1]
 
     monkeypatch.setattr("qkv.serve.app._with_timeout", unhurried)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "params": {"name": "slow", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
-    answer = client.post("/v1/databases", content=b"name,age\nAnn,3\nBo,4\n", **how)
+    answer = client.post("/v1/databases", content=b"name,age\nAnn,3\nBo,4\n", **options)
     assert answer.status_code == 200 and answer.json()["rows"] == 2
-    assert [type(found) for found in timed] == [RequestData]  # the body alone
+    assert [type(result) for result in timed] == [RequestData]  # the body alone
     del served["slow"]
 
 
 def test_an_error_for_a_large_file_names_the_next_step(client: TestClient) -> None:
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "params": {"name": "large", "format": "csv"},
         "headers": {"content-type": "text/csv"},
     }
-    answer = client.post("/v1/databases", content=bytes(limits.MAX_UPLOAD_BYTES + 1), **how)
+    answer = client.post("/v1/databases", content=bytes(limits.MAX_UPLOAD_BYTES + 1), **options)
     message = answer.json()["error"]
     assert answer.status_code == 413 and "qkv import FILE" in message and "qkv serve" in message
 

@@ -25,8 +25,8 @@ class Slow:
         self.go, self.begun = threading.Event(), threading.Event()
         self.seen: list[tuple[Any, list[Any]]] = []
 
-    def __call__(self, how: Any, asked: list[Any]) -> list[Any]:
-        self.seen.append((how, asked))
+    def __call__(self, options: Any, asked: list[Any]) -> list[Any]:
+        self.seen.append((options, asked))
         self.begun.set()
         self.go.wait(60)
         return [one.upper() if one != "bad" else ValueError(one) for one in asked]
@@ -37,15 +37,15 @@ def test_those_that_wait_make_the_next_batch() -> None:
     batches = QueryBatcher(slow)
     first = batches.submit_queries("x", "a")
     slow.begun.wait(60)
-    rest = [
-        batches.submit_queries(how, one)
-        for how, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
+    futures = [
+        batches.submit_queries(options, one)
+        for options, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
     ]
     slow.go.set()
     assert first.result(60) == "A"
-    assert [f.result(60) for f in (rest[0], rest[1], rest[3])] == ["B", "C", "D"]
+    assert [f.result(60) for f in (futures[0], futures[1], futures[3])] == ["B", "C", "D"]
     with pytest.raises(ValueError, match="bad"):
-        rest[2].result(60)
+        futures[2].result(60)
     assert slow.seen == [("x", ["a"]), ("x", ["b", "bad", "d"]), ("y", ["c"])]
     batches.close()
 
@@ -59,9 +59,9 @@ def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyP
     first = batches.submit_queries("x", "a")
     first.add_done_callback(lambda _: again.append(batches.submit_queries("x", "d")))
     slow.begun.wait(60)
-    rest = [batches.submit_queries("x", one) for one in "bc"]
+    futures = [batches.submit_queries("x", one) for one in "bc"]
     slow.go.set()
-    assert [f.result(60) for f in (first, *rest)] == ["A", "B", "C"]
+    assert [f.result(60) for f in (first, *futures)] == ["A", "B", "C"]
     assert again[0].result(60) == "D"
     assert [asked for _, asked in slow.seen] == [["a"], ["b", "c", "d"]]
     batches.close()
@@ -76,10 +76,14 @@ def test_the_next_batch_waits_a_quarter_of_the_last_but_at_most_50_ms(
         slow = Slow()
 
         def answer(
-            how: Any, asked: list[Any], now: Any = now, slow: Slow = slow, seconds: float = seconds
+            options: Any,
+            asked: list[Any],
+            now: Any = now,
+            slow: Slow = slow,
+            seconds: float = seconds,
         ) -> list[Any]:
             now[0] += seconds * (len(asked) == 3)
-            return slow(how, asked)
+            return slow(options, asked)
 
         def wait(left: float, waits: list[float] = waits) -> bool:
             waits.append(left)
@@ -104,19 +108,19 @@ def test_a_batch_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_QUERIES", 3)
     slow = Slow()
     batches = QueryBatcher(slow)
-    found = [batches.submit_queries("x", "a")]
+    result = [batches.submit_queries("x", "a")]
     slow.begun.wait(60)
-    found += [
+    result += [
         batches.submit_queries("x", one, size) for one, size in (("b", 2), ("c", 2), ("d", 1))
     ]
     slow.go.set()
-    assert [f.result(60) for f in found] == ["A", "B", "C", "D"]
+    assert [f.result(60) for f in result] == ["A", "B", "C", "D"]
     assert [asked for _, asked in slow.seen] == [["a"], ["b"], ["c", "d"]]
     batches.close()
 
 
 def test_a_failure_is_everyones_and_the_next_goes_on() -> None:
-    def broken(how: Any, asked: list[Any]) -> list[Any]:
+    def broken(options: Any, asked: list[Any]) -> list[Any]:
         raise MemoryError
 
     batches = QueryBatcher(broken)

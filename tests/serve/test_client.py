@@ -60,8 +60,8 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    for name, (data, how) in MADE.items():
-        with qkv.open(folder / f"{name}.qkv", **how) as database:
+    for name, (data, options) in MADE.items():
+        with qkv.open(folder / f"{name}.qkv", **options) as database:
             database.add(*data) if isinstance(data, tuple) else database.add(data)
     columns = dict(zip(NAMES, zip(*BOOKS, strict=True), strict=True))
     Database.from_columns(columns, key="title", value="author", path=folder / "books.qkv").close()
@@ -96,34 +96,34 @@ def test_a_server_that_knows_less_is_understood(
 
 
 @pytest.fixture
-def kept(folder: Path, request: pytest.FixtureRequest) -> Iterator[Database]:
+def stored(folder: Path, request: pytest.FixtureRequest) -> Iterator[Database]:
     with qkv.open(folder / f"{request.param}.qkv") as database:
         yield database
 
 
-def assert_same(found: qkv.Answer, wanted: qkv.Answer, alone: bool = True) -> None:
+def assert_same(actual: qkv.Answer, expected: qkv.Answer, alone: bool = True) -> None:
     """Every field, and what is looked at later: of a query that was not `alone`, the weights are
     found by it alone and differ in the last digit."""
     for name in ("query", "value", "spread", "weights"):
-        here, there = getattr(wanted, name), getattr(found, name)
+        here, there = getattr(expected, name), getattr(actual, name)
         assert type(here) is type(there)
         if alone or name in ("query", "value"):
             np.testing.assert_equal(there, here)
         elif here is not None:
             np.testing.assert_allclose(there, here, rtol=1e-5)
     for name in ("entropy", "lse", "total", "missing", "version", "engine", "score", "weighting"):
-        assert getattr(found, name) == getattr(wanted, name), name
+        assert getattr(actual, name) == getattr(expected, name), name
     for name in ("rows", "values"):
         np.testing.assert_equal(
-            [vars(x) if hasattr(x, "__dict__") else x for x in getattr(found, name)],
-            [vars(x) if hasattr(x, "__dict__") else x for x in getattr(wanted, name)],
+            [vars(x) if hasattr(x, "__dict__") else x for x in getattr(actual, name)],
+            [vars(x) if hasattr(x, "__dict__") else x for x in getattr(expected, name)],
         )
-    assert str(found) == str(wanted)
-    assert found.explain() == wanted.explain()
-    least = wanted.rows[-1].weight * (1 - 1e-5)
+    assert str(actual) == str(expected)
+    assert actual.explain() == expected.explain()
+    least = expected.rows[-1].weight * (1 - 1e-5)
     if least > 0:
-        assert [row.index for row in found.above(least)] == [
-            row.index for row in wanted.above(least)
+        assert [row.index for row in actual.above(least)] == [
+            row.index for row in expected.above(least)
         ]
 
 
@@ -145,12 +145,12 @@ ASKED: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kept", "query", "how"), ASKED, indirect=["kept"])
+@pytest.mark.parametrize(("stored", "query", "options"), ASKED, indirect=["stored"])
 def test_an_answer_is_the_same_as_in_process(
-    client: Client, kept: Database, query: Any, how: dict[str, Any]
+    client: Client, stored: Database, query: Any, options: dict[str, Any]
 ) -> None:
-    assert kept.path is not None
-    assert_same(client.ask(kept.path.stem, query, **how), kept.ask(query, **how))
+    assert stored.path is not None
+    assert_same(client.ask(stored.path.stem, query, **options), stored.ask(query, **options))
 
 
 def test_an_error_for_a_foreign_argument_is_as_in_process(client: Client) -> None:
@@ -159,57 +159,57 @@ def test_an_error_for_a_foreign_argument_is_as_in_process(client: Client) -> Non
             method(np.zeros(4), **{"temperature": 2})
 
 
-@pytest.mark.parametrize("kept", ["books"], indirect=True)
-def test_a_list_gives_a_list(client: Client, kept: Database) -> None:
+@pytest.mark.parametrize("stored", ["books"], indirect=True)
+def test_a_list_gives_a_list(client: Client, stored: Database) -> None:
     queries = ["dune", "maus", "emma"]
-    for found, wanted in zip(client.ask("books", queries), kept.ask(queries), strict=True):
-        assert_same(found, wanted, alone=False)
+    for actual, expected in zip(client.ask("books", queries), stored.ask(queries), strict=True):
+        assert_same(actual, expected, alone=False)
     assert client.ask("books", []) == []
 
 
-@pytest.mark.parametrize("kept", ["keyed"], indirect=True)
-def test_arrays_are_many_queries(client: Client, kept: Database) -> None:
+@pytest.mark.parametrize("stored", ["keyed"], indirect=True)
+def test_arrays_are_many_queries(client: Client, stored: Database) -> None:
     queries = RNG.standard_normal((3, 4))
-    for found, wanted in zip(client.ask("keyed", queries), kept.ask(queries), strict=True):
-        assert_same(found, wanted, alone=False)
-    np.testing.assert_array_equal(client.attend("keyed", queries), kept.attend(queries))
+    for actual, expected in zip(client.ask("keyed", queries), stored.ask(queries), strict=True):
+        assert_same(actual, expected, alone=False)
+    np.testing.assert_array_equal(client.attend("keyed", queries), stored.attend(queries))
     np.testing.assert_array_equal(
         client.attend("keyed", queries[0], score=scores.Gaussian(2.0)),
-        kept.attend(queries[0], score=scores.Gaussian(2.0)),
+        stored.attend(queries[0], score=scores.Gaussian(2.0)),
     )
 
 
-@pytest.mark.parametrize("kept", MADE, indirect=True)
-def test_rows_and_values_are_the_same_cells(client: Client, kept: Database) -> None:
-    assert kept.path is not None
-    remote = client[kept.path.stem]
-    np.testing.assert_equal(list(remote.rows()), list(kept.rows()))
-    assert [list(row) for row in remote.rows()] == [list(row) for row in kept.rows()]
-    np.testing.assert_equal(list(remote), list(kept))
-    assert len(remote) == len(kept) == remote.count()
-    assert remote.columns == kept.columns
-    assert remote.describe() == kept.describe()
-    here, there = dict(kept.info()), dict(remote.info())
+@pytest.mark.parametrize("stored", MADE, indirect=True)
+def test_rows_and_values_are_the_same_cells(client: Client, stored: Database) -> None:
+    assert stored.path is not None
+    remote = client[stored.path.stem]
+    np.testing.assert_equal(list(remote.rows()), list(stored.rows()))
+    assert [list(row) for row in remote.rows()] == [list(row) for row in stored.rows()]
+    np.testing.assert_equal(list(remote), list(stored))
+    assert len(remote) == len(stored) == remote.count()
+    assert remote.columns == stored.columns
+    assert remote.describe() == stored.describe()
+    here, there = dict(stored.info()), dict(remote.info())
     assert str(there.pop("path")).startswith("http://") and here.pop("path")
     assert there == here
-    assert remote.versions() == kept.versions()
-    for key in kept:
-        np.testing.assert_equal(remote[key], kept[key])
-        np.testing.assert_equal(remote.get_all(key), kept.get_all(key))
+    assert remote.versions() == stored.versions()
+    for key in stored:
+        np.testing.assert_equal(remote[key], stored[key])
+        np.testing.assert_equal(remote.get_all(key), stored.get_all(key))
         assert key in remote
 
 
 def test_an_array_of_numbers_is_many_queries(client: Client) -> None:
-    found = client.ask("gpa", np.array([3.1, 3.5]), where="value < 90", weighting="hard")
-    assert [answer.value for answer in found] == [70.0, 82.0]
+    result = client.ask("gpa", np.array([3.1, 3.5]), where="value < 90", weighting="hard")
+    assert [answer.value for answer in result] == [70.0, 82.0]
 
 
 def test_queries_are_taken_as_in_process(client: Client) -> None:
     labelled = pandas.Series([3.2, 3.9], index=["x", "y"])
     values = [answer.value for answer in client.ask("gpa", [3.2, 3.9], weighting="hard")]
     for query in (labelled, polars.Series([3.2, 3.9]), np.ma.array([3.2, 3.9])):
-        found = client.ask("gpa", query, weighting="hard")
-        assert [answer.value for answer in found] == values
+        result = client.ask("gpa", query, weighting="hard")
+        assert [answer.value for answer in result] == values
     assert client.ask("gpa", np.array(3.2), weighting="hard").value == values[0]
     vector = np.ones((1, 4), np.float32)
     for query in (vector + 1j, vector.astype(str)):
@@ -229,8 +229,8 @@ def test_rows_come_in_pages_and_pass_a_condition(
     titles = [book[0] for book in BOOKS]
     assert [row["title"] for row in client.rows("books")] == titles
     assert [row["title"] for row in client.rows("books", start=1, count=5)] == titles[1:6]
-    found = client.rows("books", where={"genre": "romance", "author": "Jane Austen"})
-    assert [row["title"] for row in found] == ["Emma", "Persuasion"]
+    result = client.rows("books", where={"genre": "romance", "author": "Jane Austen"})
+    assert [row["title"] for row in result] == ["Emma", "Persuasion"]
     assert client["books"].count("year < 1900") == 4
     assert list(client.rows("books", count=0)) == []
 
@@ -347,10 +347,10 @@ def test_many_keys_are_distinguished_from_one_as_in_process(tmp_path: Path) -> N
     with qkv.open(tmp_path / "vectors.qkv") as vectors, qkv.open(tmp_path / "texts.qkv") as texts:
         vectors.add(np.eye(3), [1.0, 2.0, 3.0])
         texts.add("a", 1.0)
-    some = np.array([[1.0, 1, 0], [0, 1, 1]]), np.array(["b", "c"])
+    arrays = np.array([[1.0, 1, 0], [0, 1, 1]]), np.array(["b", "c"])
     folders = [str(tmp_path / f"{name}.qkv") for name in here]
     with serving(*folders, "--write") as (url, _), Client(url) as client:
-        for (name, mirror), keys in zip(here.items(), some, strict=True):
+        for (name, mirror), keys in zip(here.items(), arrays, strict=True):
             for D in (client[name], mirror):
                 D.add(keys, np.array([4.0, 5.0]))
                 D.add(keys[0], 6.0)
@@ -412,8 +412,8 @@ def test_a_token_is_wanted(url: str) -> None:
 def test_threads_share_a_client(client: Client) -> None:
     titles = [book[0] for book in BOOKS] * 4
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda title: client.ask("books", title).rows[0].key, titles))
-    assert found == titles
+        result = list(pool.map(lambda title: client.ask("books", title).rows[0].key, titles))
+    assert result == titles
 
 
 @pytest.mark.parametrize(
@@ -584,17 +584,17 @@ def test_rows_are_taken_elsewhere_as_those_that_are_here(
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "stored",
     ["lines", "raw", "truth", "json", "gpa", "keyed", "wide", "places", "tuples", "days"],
     indirect=True,
 )
-def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> None:
-    assert kept.path is not None
-    there = client[kept.path.stem]
+def test_every_key_is_found_and_no_other_is(client: Client, stored: Database) -> None:
+    assert stored.path is not None
+    there = client[stored.path.stem]
     wide = MADE["wide"][0][0]
     others = ("1988-04-01", datetime.datetime(1988, 4, 1), (3, 3), ([1], "x"), "\ud800", object())
     for key in [
-        *kept,
+        *stored,
         *wide,
         3.5,
         "3.5",
@@ -606,26 +606,26 @@ def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> N
         np.ones(4),
         *others,
     ]:
-        assert there.get(key) == kept.get(key), key
-        assert (key in there) == (key in kept) and there.get_all(key) == kept.get_all(key), key
-        if key not in kept:
+        assert there.get(key) == stored.get(key), key
+        assert (key in there) == (key in stored) and there.get_all(key) == stored.get_all(key), key
+        if key not in stored:
             with pytest.raises(KeyNotFoundError):
                 there.remove([key])
-    assert len(there) == len(kept)
+    assert len(there) == len(stored)
 
 
-@pytest.mark.parametrize("kept", ["pairs"], indirect=True)
-def test_arrays_are_keys_of_several_numbers(client: Client, kept: Database) -> None:
-    remote, want = client["pairs"], kept.ask((100.0, 1.0))
+@pytest.mark.parametrize("stored", ["pairs"], indirect=True)
+def test_arrays_are_keys_of_several_numbers(client: Client, stored: Database) -> None:
+    remote, want = client["pairs"], stored.ask((100.0, 1.0))
     series = pandas.Series([100.0, 1.0], index=[7, 3])
     for query in (np.array([100.0, 1.0]), [100.0, 1.0], (100.0, 1.0), series):
         assert_same(remote.ask(query), want)
         assert remote[query] == 1.0
         np.testing.assert_allclose(remote.attend(query), [want.value], rtol=1e-6)
     rows = np.array([[100.0, 1.0], [130.0, 2.0]])
-    assert [a.value for a in remote.ask(rows)] == [a.value for a in kept.ask(rows)]
+    assert [a.value for a in remote.ask(rows)] == [a.value for a in stored.ask(rows)]
     assert remote.ask(rows)[1].above(0.01)[0].key == (160.0, 2.0)
-    np.testing.assert_allclose(remote.attend(rows), kept.attend(rows), rtol=1e-6)
+    np.testing.assert_allclose(remote.attend(rows), stored.attend(rows), rtol=1e-6)
 
 
 def test_arrays_of_texts_and_dates_are_lists_of_queries(client: Client) -> None:

@@ -49,7 +49,7 @@ def client(url: str) -> Iterator[Any]:
         yield client
 
 
-def given(array: np.ndarray, datatype: str, binary: bool) -> Any:
+def encode_input(array: np.ndarray, datatype: str, binary: bool) -> Any:
     query = triton.InferInput("query", list(array.shape), datatype)
     query.set_data_from_numpy(array, binary_data=binary)
     return query
@@ -77,52 +77,54 @@ def test_vectors_are_answered_as_in_process(
     query = RNG.standard_normal((3, 6)).astype(np.float32)
     names = ["value", "weights", "rows", "entropy"]
     outputs = [triton.InferRequestedOutput(name, binary_data=out) for name in names]
-    found = client.infer("vectors", [given(query, "FP32", into)], outputs=outputs, request_id="7")
-    assert found.get_response()["id"] == "7"
+    result = client.infer(
+        "vectors", [encode_input(query, "FP32", into)], outputs=outputs, request_id="7"
+    )
+    assert result.get_response()["id"] == "7"
     with qkv.open(store / "vectors.qkv") as database:
         answers = database.ask(query)
-    np.testing.assert_allclose(found.as_numpy("value"), [a.value for a in answers], rtol=1e-5)
+    np.testing.assert_allclose(result.as_numpy("value"), [a.value for a in answers], rtol=1e-5)
     weights = [[row.weight for row in answer.rows] for answer in answers]
-    np.testing.assert_allclose(found.as_numpy("weights"), weights, rtol=1e-5)
+    np.testing.assert_allclose(result.as_numpy("weights"), weights, rtol=1e-5)
     places = [[row.index for row in answer.rows] for answer in answers]
-    np.testing.assert_array_equal(found.as_numpy("rows"), places)
-    np.testing.assert_allclose(found.as_numpy("entropy"), [a.entropy for a in answers], rtol=1e-5)
+    np.testing.assert_array_equal(result.as_numpy("rows"), places)
+    np.testing.assert_allclose(result.as_numpy("entropy"), [a.entropy for a in answers], rtol=1e-5)
 
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_texts_are_answered_with_the_heaviest_value(client: Any, binary: bool) -> None:
     query = np.array(["Lee", "Smolla"], dtype=object)
-    found = client.infer("names", [given(query, "BYTES", binary)], parameters={"top": 2})
-    assert found.as_numpy("value").tolist() == [b"Mu", b"Alex"]
-    assert found.as_numpy("keys")[:, 0].tolist() == [b"Li", b"Smola"]
-    assert found.as_numpy("weights").shape == (2, 2)
+    result = client.infer("names", [encode_input(query, "BYTES", binary)], parameters={"top": 2})
+    assert result.as_numpy("value").tolist() == [b"Mu", b"Alex"]
+    assert result.as_numpy("keys")[:, 0].tolist() == [b"Li", b"Smola"]
+    assert result.as_numpy("weights").shape == (2, 2)
 
 
 def test_numbers_are_pooled_as_parameters_say(client: Any) -> None:
-    how = {"score": "gaussian:0.1", "weighting": "softmax", "where": "value > 75", "top": 4}
+    options = {"score": "gaussian:0.1", "weighting": "softmax", "where": "value > 75", "top": 4}
     query = np.array([3.55, 3.9])
-    found = client.infer("gpa", [given(query, "FP64", True)], parameters=how)
+    result = client.infer("gpa", [encode_input(query, "FP64", True)], parameters=options)
     answers = qkv.Database(GPA).ask(
         query.tolist(), score=qkv.scores.Gaussian(0.1), where="value > 75"
     )
-    np.testing.assert_allclose(found.as_numpy("value"), [a.value for a in answers], rtol=1e-6)
-    assert found.as_numpy("rows")[:, 3].tolist() == [-1, -1]  # three rows passed
-    assert found.as_numpy("weights")[:, 3].tolist() == [0, 0]
+    np.testing.assert_allclose(result.as_numpy("value"), [a.value for a in answers], rtol=1e-6)
+    assert result.as_numpy("rows")[:, 3].tolist() == [-1, -1]  # three rows passed
+    assert result.as_numpy("weights")[:, 3].tolist() == [0, 0]
 
 
 def test_a_key_of_several_columns_is_json(client: Any) -> None:
     query = np.array(['["Hu", 2]'], dtype=object)
-    found = client.infer("places", [given(query, "BYTES", True)])
-    assert found.as_numpy("value").tolist() == [b"Rachel"]
-    assert json.loads(found.as_numpy("keys")[0, 0]) == ["Hu", 2]
+    result = client.infer("places", [encode_input(query, "BYTES", True)])
+    assert result.as_numpy("value").tolist() == [b"Rachel"]
+    assert json.loads(result.as_numpy("keys")[0, 0]) == ["Hu", 2]
 
 
 def test_encoded_vectors_ask_a_table_of_texts(client: Any, store: Path) -> None:
     with qkv.open(store / "names.qkv") as database:
         assert database.encoder is not None
         query = np.asarray(database.encoder.encode(["Li"]), np.float32)
-    found = client.infer("names", [given(query, "FP32", True)])
-    assert found.as_numpy("value").tolist() == [b"Mu"]
+    result = client.infer("names", [encode_input(query, "FP32", True)])
+    assert result.as_numpy("value").tolist() == [b"Mu"]
 
 
 BAD: dict[str, tuple[np.ndarray, str, dict[str, Any]]] = {
@@ -145,7 +147,7 @@ def test_what_is_wrong_is_said(client: Any, sentence: str) -> None:
     from tritonclient.utils import InferenceServerException
 
     with pytest.raises(InferenceServerException, match=sentence):
-        client.infer("vectors", [given(query, datatype, True)], parameters=parameters)
+        client.infer("vectors", [encode_input(query, datatype, True)], parameters=parameters)
 
 
 @pytest.mark.parametrize(

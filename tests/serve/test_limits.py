@@ -139,7 +139,7 @@ def test_work_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
     served = DatabaseRegistry()
     served.add_database("names", Database({"Li": 1.0, "Bo": 2.0}, encoder="characters"))
-    monkeypatch.setattr(characters.Characters, "_weigh_ngrams", lambda *given: counted(*given))
+    monkeypatch.setattr(characters.Characters, "_weigh_ngrams", lambda *args: counted(*args))
     monkeypatch.setattr(characters, "MAX_CHARACTERS", 1)
     monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0.2)
     with TestClient(create_app(served, Access()), base_url=LOCAL) as client:
@@ -157,7 +157,7 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
     seen: list[float | None] = []
     go, begun = threading.Event(), threading.Event()
 
-    def answer(how: Any, asked: list[Any]) -> list[Any]:
+    def answer(options: Any, asked: list[Any]) -> list[Any]:
         begun.set()
         go.wait(60)
         seen.append(current_deadline())
@@ -169,13 +169,13 @@ def test_a_batch_has_the_last_deadline_of_its_asks() -> None:
     first = batches.submit_queries("x", "a")
     begun.wait(60)
     with limit_time(now + 500):
-        rest = [batches.submit_queries("x", "b")]
+        futures = [batches.submit_queries("x", "b")]
     with limit_time(now + 600):
-        rest.append(batches.submit_queries("x", "c"))
+        futures.append(batches.submit_queries("x", "c"))
     with limit_time(now - 1):
         late = batches.submit_queries("y", "d")
     go.set()
-    assert first.result(60) == "a" and [one.result(60) for one in rest] == ["b", "c"]
+    assert first.result(60) == "a" and [one.result(60) for one in futures] == ["b", "c"]
     with pytest.raises(DeadlineError):
         late.result(60)
     assert seen == [None, now + 600, now - 1]
@@ -187,7 +187,7 @@ def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.Mon
     sizes: list[int] = []
     go, begun = threading.Event(), threading.Event()
 
-    def answer(how: Any, asked: list[Any]) -> list[Any]:
+    def answer(options: Any, asked: list[Any]) -> list[Any]:
         begun.set()
         go.wait(60)
         sizes.append(len(asked))
@@ -196,10 +196,10 @@ def test_a_batch_has_no_more_characters_than_one_request(monkeypatch: pytest.Mon
     batches = QueryBatcher(answer)
     first = batches.submit_queries("x", "a")
     begun.wait(60)
-    rest = [
+    futures = [
         batches.submit_queries("x", i, characters=count) for i, count in enumerate((4, 6, 1, 20, 1))
     ]
     go.set()
-    assert [one.result(60) for one in (first, *rest)] == ["a", 0, 1, 2, 3, 4]
+    assert [one.result(60) for one in (first, *futures)] == ["a", 0, 1, 2, 3, 4]
     assert sizes == [1, 2, 1, 1, 1]
     batches.close()

@@ -50,14 +50,14 @@ def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> Non
         warnings.simplefilter("ignore")  # theirs, of other packages
         head = {"Authorization": f"Bearer {TOKEN}"}
         schema = schemathesis.openapi.from_asgi("/openapi.json", lasting, headers=head)
-        how = schema.config
-        how.update(headers=head)
-        how.generation.update(max_examples=EXAMPLES_PER_ROUTE, deterministic=True)
-        how.continue_on_failure = True
-        how.checks.positive_data_acceptance = PositiveDataAcceptanceConfig(
+        config = schema.config
+        config.update(headers=head)
+        config.generation.update(max_examples=EXAMPLES_PER_ROUTE, deterministic=True)
+        config.continue_on_failure = True
+        config.checks.positive_data_acceptance = PositiveDataAcceptanceConfig(
             expected_statuses=["2xx", "403", "404", "409", "413", "422"]
         )
-        how.checks.negative_data_rejection = NegativeDataRejectionConfig(
+        config.checks.negative_data_rejection = NegativeDataRejectionConfig(
             expected_statuses=["400", "401", "404", "405", "415"]
         )
         faults = [fault for event in from_schema(schema).execute() for fault in _faults(event)]

@@ -20,7 +20,7 @@ from qkv.serve.app import create_app
 from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.security import Access
 from qkv.serve.server import bind_socket
-from tests.browser import until
+from tests.browser import wait_until
 from tests.page import test_regression, test_scores, test_sentence
 from tests.serve.conftest import serving
 
@@ -59,7 +59,7 @@ def url(own: DatabaseRegistry) -> Iterator[str]:
         yield url
 
 
-def number(page: Any, test: str) -> float:
+def read_number(page: Any, test: str) -> float:
     return float(page.get_by_test_id(test).get_attribute("data-value"))
 
 
@@ -92,13 +92,13 @@ def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) 
     assert page.get_by_test_id("data-value-found").inner_text() == expected.value
     for i, row in enumerate(expected.rows):
         assert page.get_by_test_id(f"data-row-{i}-key").inner_text() == row.key
-        assert number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, rel=1e-4)
+        assert read_number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, rel=1e-4)
     assert page.get_by_test_id("data-explained").inner_text() == expected.explain()
     # Only some rows, then an older version, then nonsense.
     page.get_by_test_id("data-where").fill("year < 1850")
     page.get_by_text("of 2", exact=False).last.wait_for()
-    found = own.databases["books"].database.ask("Ulises", where="year < 1850")
-    assert page.get_by_test_id("data-row-0-key").inner_text() == found.rows[0].key
+    actual = own.databases["books"].database.ask("Ulises", where="year < 1850")
+    assert page.get_by_test_id("data-row-0-key").inner_text() == actual.rows[0].key
     page.get_by_test_id("data-where").fill("yaer < 1850")
     page.expected.append("422")
     page.get_by_test_id("data-error").wait_for()
@@ -153,7 +153,7 @@ def test_text_that_runs_from_right_to_left_is_laid_out_so(page: Any, tmp_path: P
     assert query.evaluate("it => getComputedStyle(it).unicodeBidi") == "plaintext"
 
 
-def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, url: str) -> None:
+def test_a_late_error_does_not_replace_a_newer_answer(page: Any, url: str) -> None:
     page.add_init_script("""
         const ask = fetch;
         window.refused = 0;  // and what the page makes of it is done
@@ -173,12 +173,12 @@ def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, 
     )
     page.get_by_test_id("data-query").fill("Emma")
     page.get_by_test_id("data-where").fill("yaer < 1850")
-    until(page, lambda: held)
+    wait_until(page, lambda: held)
     page.get_by_test_id("data-where").fill("")
     page.get_by_test_id("data-row-0-weight").wait_for()
     page.expected.append("422")
     held[0].continue_()
-    until(page, lambda: page.evaluate("window.refused"))
+    wait_until(page, lambda: page.evaluate("window.refused"))
     assert page.get_by_test_id("data-error").is_hidden()
 
 
@@ -288,7 +288,7 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(
     assert page.get_by_test_id("data-value-found").inner_text() == "law"
     database = own.databases["my_students"].database
     expected = database.ask("Bo").rows[0].weight
-    assert number(page, "data-row-0-weight") == pytest.approx(expected, rel=1e-4)
+    assert read_number(page, "data-row-0-weight") == pytest.approx(expected, rel=1e-4)
     page.get_by_test_id("data-key").select_option("year")
     page.get_by_text("year → major").wait_for()
     page.get_by_test_id("data-query").fill("1.2")
@@ -355,13 +355,13 @@ def test_the_views_that_need_no_database(page: Any, url: str) -> None:
     view = page.get_by_test_id("view-regression")
     view.get_by_text("as numbers").click()
     view.get_by_test_id("regression-kernel").select_option("gaussian")
-    test_regression.typed(page, "regression-bandwidth", 0.4)
-    test_regression.typed(page, "regression-query", 2.5)
+    test_regression.type_number(page, "regression-bandwidth", 0.4)
+    test_regression.type_number(page, "regression-query", 2.5)
     test_regression.check(page, 2.5, test_regression.kernel("gaussian", 0.4))
     page.get_by_test_id("tab-scores").click()
     page.get_by_test_id("view-scores").get_by_text("as numbers").click()
     page.get_by_test_id("score-gaussian").click()
-    test_scores.typed(page, "scores-q", 0.9)
+    test_scores.type_number(page, "scores-q", 0.9)
     score = test_scores.SIMILARITIES["gaussian"]
     alpha = qkv.weights(np.array([[0.9]]), test_scores.KEYS[:, None], score=score)[0]
     np.testing.assert_allclose(test_scores.column(page, "weight"), alpha, atol=6e-4)
@@ -406,7 +406,7 @@ def test_a_file_in_the_page_alone(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("data-row-3-weight").wait_for()
     expected = qkv.Database([(3.1, 70), (3.5, 82), (3.6, 86), (4.0, 95)]).ask(3.55, top=10)
     for i, row in enumerate(expected.rows):
-        assert number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, abs=1e-6)
+        assert read_number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, abs=1e-6)
     shown = float(page.get_by_test_id("data-value-found").inner_text())
     assert shown == pytest.approx(expected.value, rel=1e-4)
     page.get_by_test_id("data-query").fill("much")

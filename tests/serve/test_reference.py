@@ -33,12 +33,12 @@ def samples(url: str) -> dict[str, list[str]]:
     """The examples of each route: by curl, and in Python."""
     with urlopen(f"{url}/reference") as answer:
         text = answer.read().decode()
-    found = re.findall(r"<h2><b>(\w+)</b> (.*?)</h2>(.*?)</section>", text, re.DOTALL)
+    result = re.findall(r"<h2><b>(\w+)</b> (.*?)</h2>(.*?)</section>", text, re.DOTALL)
     return {
         f"{method} {path}": [
             html.unescape(x) for x in re.findall(r"<code>([^<]*)</code></pre>", rest)
         ]
-        for method, path, rest in found
+        for method, path, rest in result
     }
 
 
@@ -91,7 +91,7 @@ def test_text_in_a_route_stays_text() -> None:
     route = Route(
         "GET",
         f"/{bad}",
-        lambda served, given: None,
+        lambda served, inputs: None,
         f"`{bad}`",
         {"enum": [bad]},
         query={bad: {"enum": [bad], "description": bad}},

@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    "found",
+    "result",
     [
         {"value": "null", "rows": [None, True, 1, 1.5, -0.0], "lse": -np.inf},
         {"value": float("nan"), "rows": [Pair(("Li", 2), np.inf)]},
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
         [datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4), datetime.time(5), b"ab"],
     ],
 )
-def test_as_python_writes_it(found: Any) -> None:
-    assert json.loads(bytes(json_response(found).body)) == json.loads(
-        json.dumps(to_jsonable(found))
+def test_as_python_writes_it(result: Any) -> None:
+    assert json.loads(bytes(json_response(result).body)) == json.loads(
+        json.dumps(to_jsonable(result))
     )

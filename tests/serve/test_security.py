@@ -179,7 +179,7 @@ def test_a_refused_request_is_no_longer_inside() -> None:
 
 def test_a_wrong_token_is_distinguished_from_none() -> None:
     access = Access(token="0123456789abcdef")
-    none, wrong = (access.find_denial(given, "read") for given in (None, "Bearer wrong"))
+    none, wrong = (access.find_denial(header, "read") for header in (None, "Bearer wrong"))
     assert none is not None and "a token is required" in str(none)
     assert wrong is not None and "this token is not valid" in str(wrong)
 

@@ -61,7 +61,7 @@ WHOLE = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @contextlib.contextmanager
-def beside(served: Any) -> Iterator[tuple[uvicorn.Server, Any]]:
+def start_server(served: Any) -> Iterator[tuple[uvicorn.Server, Any]]:
     """A server of an app in a thread, and where it listens."""
     with bind_socket("127.0.0.1", 0) as place:
         server = uvicorn.Server(build_config(served))
@@ -84,18 +84,18 @@ def comes(condition: Callable[[], bool]) -> bool:
 
 def heard(connection: socket.socket) -> bytes:
     """All that comes until it is closed."""
-    found = bytearray()
+    result = bytearray()
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(4096):
-            found += piece
-    return bytes(found)
+            result += piece
+    return bytes(result)
 
 
 def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first request of a connection, after a complete one, and in one piece with it."""
     half = WHOLE[:30]
-    with beside(create_app(DatabaseRegistry())) as (server, place):
-        for whole, rest, idle in (
+    with start_server(create_app(DatabaseRegistry())) as (server, place):
+        for full, rest, idle in (
             (b"", b"", 300),
             (b"", half, 300),
             (WHOLE, half, 300),
@@ -103,11 +103,11 @@ def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             server.config.timeout_keep_alive = idle  # type: ignore[assignment]
             # Whoever sends a whole one may be slow here, and is not cut off for it.
-            monkeypatch.setattr(limits, "HEAD_TIMEOUT_SECONDS", 300 if whole else 0.05)
+            monkeypatch.setattr(limits, "HEAD_TIMEOUT_SECONDS", 300 if full else 0.05)
             with socket.create_connection(place, timeout=300) as connection:
-                connection.sendall(whole)
-                found = connection.recv(4096) if whole else b""
-                assert (b"200 OK" in found) == bool(whole)
+                connection.sendall(full)
+                result = connection.recv(4096) if full else b""
+                assert (b"200 OK" in result) == bool(full)
                 monkeypatch.setattr(limits, "HEAD_TIMEOUT_SECONDS", 0.05)
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(rest)
@@ -116,7 +116,7 @@ def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_head_is_finite() -> None:
     with (
-        beside(create_app(DatabaseRegistry())) as (server, place),
+        start_server(create_app(DatabaseRegistry())) as (server, place),
         socket.create_connection(place, timeout=300) as connection,
     ):
         connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
@@ -137,7 +137,7 @@ def test_who_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": head})
             await send({"type": "http.response.body", "body": bytes(size)})
 
-    with beside(large) as (server, place):
+    with start_server(large) as (server, place):
         with socket.create_connection(place, timeout=300) as slow:
             slow.sendall(WHOLE)
             got = 0
@@ -170,7 +170,7 @@ def test_a_connection_is_cut_off_that_takes_nothing_between_two_looks() -> None:
 
 def test_one_address_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_CONNECTIONS_PER_ADDRESS", 2)
-    with beside(create_app(DatabaseRegistry())) as (server, place):
+    with start_server(create_app(DatabaseRegistry())) as (server, place):
         server.config.timeout_keep_alive = 300
         first, second = (http.client.HTTPConnection(*place, timeout=300) for _ in range(2))
 
@@ -222,9 +222,9 @@ def test_kill_9_loses_no_acknowledged_write(names: Path) -> None:
             thread.join(300)
     assert enough
     with qkv.open(names, create=False) as database:
-        kept = set(database)
-        assert set(acknowledged) <= kept
-        assert kept <= {"Li", "Hu", *acknowledged, *unanswered}
+        keys = set(database)
+        assert set(acknowledged) <= keys
+        assert keys <= {"Li", "Hu", *acknowledged, *unanswered}
         key = acknowledged[0]
         assert database[key] == database.ask(key).value == key.partition("-")[2]
 
@@ -242,8 +242,8 @@ def test_who_goes_away_is_no_bug(names: Path) -> None:
         assert server.communicate(timeout=300)[1] == ""
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_what_was_taken_is_finished(names: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_taken_is_finished(names: Path, signal_number: signal.Signals) -> None:
     """A request whose body is still coming when the signal comes is answered, and kept."""
     with serving(names, "--write") as (url, server):
         place = urlsplit(url)
@@ -255,12 +255,12 @@ def test_what_was_taken_is_finished(names: Path, how: signal.Signals) -> None:
             connection.putheader("content-length", str(len(body)))
             connection.endheaders(body[:10])
             sent(url, "/v1/databases/names/ask", query="Li")  # by now the other has been taken
-            server.send_signal(how)
+            server.send_signal(signal_number)
             time.sleep(0.3)
             connection.send(body[10:])
             answer = connection.getresponse()
             assert answer.status == 200 and json.loads(answer.read())["rows"] == 3
-        assert server.wait(300) in (-how, 130)
+        assert server.wait(300) in (-signal_number, 130)
     with qkv.open(names, create=False) as database:
         assert database["Smola"] == "Alex"
 

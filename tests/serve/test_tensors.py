@@ -37,18 +37,18 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 def test_a_tensor_comes_back_as_it_was(datatype: str, binary: bool) -> None:
     array = ARRAYS[datatype]
     array = bytes_of(array) if datatype == "BYTES" else array
-    given = {"first": Tensor("INT32", np.arange(3, dtype=np.int32)), "x": Tensor(datatype, array)}
-    header, behind = tensors.write_tensors(given, set(given) if binary else set())
+    arrays = {"first": Tensor("INT32", np.arange(3, dtype=np.int32)), "x": Tensor(datatype, array)}
+    header, behind = tensors.write_tensors(arrays, set(arrays) if binary else set())
     assert bool(behind) == binary
-    found = tensors.read_tensors(json.loads(json.dumps(header)), behind)
-    np.testing.assert_array_equal(found["x"], array)
-    np.testing.assert_array_equal(found["first"], np.arange(3))
-    assert datatype == "BYTES" or found["x"].dtype == np.dtype(NUMPY_DTYPES[datatype])
+    result = tensors.read_tensors(json.loads(json.dumps(header)), behind)
+    np.testing.assert_array_equal(result["x"], array)
+    np.testing.assert_array_equal(result["first"], np.arange(3))
+    assert datatype == "BYTES" or result["x"].dtype == np.dtype(NUMPY_DTYPES[datatype])
 
 
 def test_data_may_be_nested_as_the_shape_is() -> None:
-    given = [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [[1, 2.5], [3, 4]]}]
-    np.testing.assert_array_equal(tensors.read_tensors(given, b"")["x"], [[1, 2.5], [3, 4]])
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [[1, 2.5], [3, 4]]}]
+    np.testing.assert_array_equal(tensors.read_tensors(inputs, b"")["x"], [[1, 2.5], [3, 4]])
 
 
 def test_json_has_no_word_for_what_is_not_finite() -> None:
@@ -57,8 +57,8 @@ def test_json_has_no_word_for_what_is_not_finite() -> None:
 
 
 def tensor(**changed: Any) -> dict[str, Any]:
-    given = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]} | changed
-    return {name: value for name, value in given.items() if value is not ...}
+    fields = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]} | changed
+    return {name: value for name, value in fields.items() if value is not ...}
 
 
 DEEP: list[Any] = []

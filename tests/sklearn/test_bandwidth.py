@@ -116,9 +116,9 @@ def test_other_kernels_are_as_wide_as_leave_one_out_says(kernel):
     spread, centred = X.std(0), (Y - Y.mean(0)) / Y.std(0)
     rows = rows_of(value=centred, score=kernel)
     rows = replace(rows, key=X / spread, weight=np.ones(M))
-    found = model.bandwidth_ / spread
-    assert rows.leave_one_out_error(found) < min(
-        rows.leave_one_out_error(0.8 * found), rows.leave_one_out_error(1.25 * found)
+    result = model.bandwidth_ / spread
+    assert rows.leave_one_out_error(result) < min(
+        rows.leave_one_out_error(0.8 * result), rows.leave_one_out_error(1.25 * result)
     )
 
 

@@ -15,7 +15,7 @@ from qkv.sklearn import AttentionClassifier, AttentionRegressor, AttentionTransf
 WHOLE = "leave-one-out leaves out all of a row's weight"
 
 
-def expected(estimator):
+def expected_failures(estimator):
     known = {"check_sample_weight_equivalence_on_dense_data": WHOLE}
     return known if estimator.bandwidth in ("loo", "learned") else {}
 
@@ -29,7 +29,7 @@ def expected(estimator):
         AttentionClassifier("learned", degree=1),
         AttentionTransformer(),
     ],
-    expected_failed_checks=expected,
+    expected_failed_checks=expected_failures,
 )
 def test_checks(estimator, check):
     check(estimator)

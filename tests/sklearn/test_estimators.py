@@ -38,9 +38,9 @@ def gaussian(query=Q, key=X, width=WIDTH):
 
 def test_the_mean_is_nadaraya_watson():
     model = AttentionRegressor(WIDTH).fit(X, Y)
-    found, deviation = model.predict(Q, return_std=True)
+    result, deviation = model.predict(Q, return_std=True)
     np.testing.assert_allclose(model.predict(Q), gaussian() @ Y, rtol=1e-12)
-    np.testing.assert_allclose(found, gaussian() @ Y, rtol=1e-12)
+    np.testing.assert_allclose(result, gaussian() @ Y, rtol=1e-12)
     spread = gaussian() @ Y**2 - (gaussian() @ Y) ** 2
     np.testing.assert_allclose(deviation, np.sqrt(spread), rtol=1e-9)
     np.testing.assert_allclose(model.attention_weights(Q), gaussian(), rtol=1e-11)
@@ -49,8 +49,8 @@ def test_the_mean_is_nadaraya_watson():
 def test_the_line_is_weighted_least_squares():
     y = np.stack([Y, X[:, 2] ** 2], axis=1)
     model = AttentionRegressor(WIDTH, degree=1).fit(X, y)
-    found, deviation = model.predict(Q, return_std=True)
-    for q, alpha, value, off in zip(Q, gaussian(), found, deviation, strict=True):
+    result, deviation = model.predict(Q, return_std=True)
+    for q, alpha, value, off in zip(Q, gaussian(), result, deviation, strict=True):
         design = np.column_stack([np.ones(40), (X - q) / WIDTH])
         hold = model.ridge_ * np.diag([0, 1, 1, 1])
         line = np.linalg.solve(design.T @ (alpha[:, None] * design) + hold,
@@ -168,11 +168,11 @@ def test_weights_of_windows_and_without_a_sum():
 
 
 def test_more_rows_are_as_if_they_had_been_there():
-    whole = AttentionRegressor("loo", degree=1).fit(X, Y, COUNTS + 1)
+    full = AttentionRegressor("loo", degree=1).fit(X, Y, COUNTS + 1)
     parts = AttentionRegressor("loo", degree=1)
     for at in (slice(15), slice(15, 16), slice(16, None)):
         parts.partial_fit(X[at], Y[at], COUNTS[at] + 1)
-    np.testing.assert_array_equal(parts.predict(Q), whole.predict(Q))
+    np.testing.assert_array_equal(parts.predict(Q), full.predict(Q))
     first = AttentionClassifier().partial_fit(X[:20], C[:20], classes=["never", *set(C)])
     assert "never" in first.classes_
     first.partial_fit(X[20:], C[20:])
@@ -201,11 +201,11 @@ def test_categories_count_by_equality():
 def test_a_missing_cell_is_predicted_from_the_cells_of_its_row():
     holes = X.copy()
     holes[3, 1] = np.nan
-    found = AttentionTransformer(WIDTH).fit(X).transform(holes[:5])
+    result = AttentionTransformer(WIDTH).fit(X).transform(holes[:5])
     alpha = gaussian(X[3:4, [0, 2]], X[:, [0, 2]], WIDTH[[0, 2]])[0]
-    assert found[3, 1] == pytest.approx(alpha @ X[:, 1])
-    found[3, 1] = np.nan
-    np.testing.assert_array_equal(found, holes[:5])
+    assert result[3, 1] == pytest.approx(alpha @ X[:, 1])
+    result[3, 1] = np.nan
+    np.testing.assert_array_equal(result, holes[:5])
 
 
 def test_a_hole_among_the_rows_counts_for_nothing():
@@ -222,12 +222,12 @@ def test_all_cells_pooled_are_a_step_of_mean_shift():
 
 def test_loo_imputes_better_than_the_rule():
     t = RNG.uniform(0, 6, 120)
-    whole = np.column_stack([np.sin(t), np.cos(t), t])
-    holes = whole.copy()
-    gone = RNG.random(whole.shape) < 0.1
+    full = np.column_stack([np.sin(t), np.cos(t), t])
+    holes = full.copy()
+    gone = RNG.random(full.shape) < 0.1
     holes[gone] = np.nan
     errors = [
-        np.abs(AttentionTransformer(rule).fit_transform(holes) - whole)[gone].mean()
+        np.abs(AttentionTransformer(rule).fit_transform(holes) - full)[gone].mean()
         for rule in ("loo", "scott")
     ]
     assert errors[0] < 0.8 * errors[1]
@@ -237,8 +237,8 @@ def test_frames_keep_their_names():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(X, columns=list("abc"), index=range(100, 140))
     model = AttentionTransformer().set_output(transform="pandas")
-    found = model.fit_transform(frame)
-    assert list(found.columns) == list("abc") and list(found.index) == list(frame.index)
+    result = model.fit_transform(frame)
+    assert list(result.columns) == list("abc") and list(result.index) == list(frame.index)
     assert list(model.get_feature_names_out()) == list("abc")
     fitted = AttentionRegressor().fit(frame, Y)
     np.testing.assert_array_equal(fitted.feature_names_in_, list("abc"))
@@ -318,16 +318,16 @@ def test_what_is_wrong_is_said(work, match):
 def test_columns_of_any_size_are_looked_at_alike():
     want = AttentionRegressor("loo").fit(X, Y).predict(Q)
     for size in (1e-200, 1e200):
-        found = AttentionRegressor("loo").fit(X * size, Y).predict(Q * size)
-        np.testing.assert_allclose(found, want, rtol=1e-6)
+        actual = AttentionRegressor("loo").fit(X * size, Y).predict(Q * size)
+        np.testing.assert_allclose(actual, want, rtol=1e-6)
 
 
 def test_a_bandwidth_that_32_bits_do_not_hold():
     thin, far = X.astype(np.float32), Q.astype(np.float32)
     for width in (1e-60, 1e60):
         want = AttentionRegressor(width).fit(X.astype(np.float32).astype(float), Y)
-        found = AttentionRegressor(width).fit(thin, Y).predict(far)
-        np.testing.assert_allclose(found, want.predict(far.astype(float)), rtol=1e-5)
+        actual = AttentionRegressor(width).fit(thin, Y).predict(far)
+        np.testing.assert_allclose(actual, want.predict(far.astype(float)), rtol=1e-5)
 
 
 def test_dates_are_distinguished_from_numbers():

@@ -90,7 +90,7 @@ def tokens(batch: int = 1, n: int = 11) -> Any:
     return torch.randint(2, 50, (batch, n), generator=torch.Generator().manual_seed(1))
 
 
-def close(one: Any, two: Any, atol: float = 1e-9) -> None:
+def assert_close(one: Any, two: Any, atol: float = 1e-9) -> None:
     torch.testing.assert_close(one, two, atol=atol, rtol=0)
 
 

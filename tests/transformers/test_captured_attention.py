@@ -19,9 +19,9 @@ ours = pytest.importorskip("qkv.transformers")
 
 @torch.no_grad()
 def test_words_of_the_sentence(tokenizer: Any, eager: Any) -> None:
-    given = tokenizer(SENTENCE, return_tensors="pt")
+    inputs = tokenizer(SENTENCE, return_tensors="pt")
     with ours.capture(eager) as seen:
-        eager(**given)
+        eager(**inputs)
     words = seen.words(tokenizer, SENTENCE)
     spoken = "[CLS] when he saw his owner , the dog was happy , so he wagged his tail [SEP]"
     assert " ".join(words.labels) == spoken
@@ -34,7 +34,7 @@ def test_words_of_the_sentence(tokenizer: Any, eager: Any) -> None:
     np.testing.assert_allclose(
         words.weights[..., at, 0], raw[..., at : at + 2, 0].mean(-1), atol=1e-7
     )
-    for ids in (given["input_ids"], given["input_ids"][0].tolist()):
+    for ids in (inputs["input_ids"], inputs["input_ids"][0].tolist()):
         np.testing.assert_array_equal(seen.words(tokenizer, ids).weights, words.weights)
 
     figure = words.plot(layer=2, head=-1)
@@ -55,9 +55,9 @@ def test_words_of_the_sentence(tokenizer: Any, eager: Any) -> None:
 def test_words_of_one_sequence_of_a_padded_batch(tokenizer: Any, eager: Any, side: str) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.padding_side = side
-    given = tokenizer(["A dog.", SENTENCE], padding=True, return_tensors="pt")
+    inputs = tokenizer(["A dog.", SENTENCE], padding=True, return_tensors="pt")
     with ours.capture(eager) as seen:
-        eager(**given)
+        eager(**inputs)
     assert len(seen) == 2
     words = seen[0].words(tokenizer, "A dog.")
     assert words.labels == ["[CLS]", "a", "dog", ".", "[SEP]"]

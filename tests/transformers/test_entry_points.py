@@ -8,13 +8,13 @@ import pytest
 
 from tests.test_entry_points import (
     LIVE,
-    asked,
-    close,
+    assert_close,
+    build_options,
     descends,
-    how,
     leaves,
     pairs,
-    poisoned,
+    poison_keys,
+    query_numbers,
     tensors,
     truth,
 )
@@ -32,12 +32,14 @@ MODEL = SimpleNamespace(config=SimpleNamespace(output_attentions=True), is_causa
 @pytest.mark.sample(160)
 @pairs
 def test_a_model_and_its_gradients(score, weighting):
-    rows = asked(score, weighting)
-    arrays = tensors(poisoned(leaves(score, weighting)))
-    attend = AttentionInterface()[register("entry_points", **how(arrays, score, weighting))]
-    given = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
-    found, alpha = attend(MODEL, *(x[None, None] for x in given), training=True)
+    rows = query_numbers(score, weighting)
+    arrays = tensors(poison_keys(leaves(score, weighting)))
+    attend = AttentionInterface()[
+        register("entry_points", **build_options(arrays, score, weighting))
+    ]
+    inputs = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
+    actual, alpha = attend(MODEL, *(x[None, None] for x in inputs), training=True)
     out, want = truth(score, weighting)
-    close(found[0, :, 0], out[rows])
-    close(alpha[0, 0], want[rows])
-    descends(found[0, :, 0], arrays, score, weighting)
+    assert_close(actual[0, :, 0], out[rows])
+    assert_close(alpha[0, 0], want[rows])
+    descends(actual[0, :, 0], arrays, score, weighting)

@@ -18,8 +18,8 @@ from tests.transformers.models import (
     EAGER,
     SENTENCE,
     TINY,
+    assert_close,
     build,
-    close,
     gemma,
     like,
     llama,
@@ -39,11 +39,11 @@ ours = pytest.importorskip("qkv.transformers")
 @torch.no_grad()
 def test_minilm_says_what_it_says_in_eager(folder: Path, tokenizer: Any, eager: Any) -> None:
     model = minilm(folder, "qkv")
-    given = tokenizer([SENTENCE, "A dog."], padding=True, return_tensors="pt")
-    mine, theirs = model(**given), eager(**given)
-    live = given["attention_mask"].bool()
-    close(mine.last_hidden_state[live], theirs.last_hidden_state[live], 1e-5)
-    close(mine.pooler_output, theirs.pooler_output, 1e-5)
+    inputs = tokenizer([SENTENCE, "A dog."], padding=True, return_tensors="pt")
+    ours, theirs = model(**inputs), eager(**inputs)
+    live = inputs["attention_mask"].bool()
+    assert_close(ours.last_hidden_state[live], theirs.last_hidden_state[live], 1e-5)
+    assert_close(ours.pooler_output, theirs.pooler_output, 1e-5)
 
 
 @torch.no_grad()
@@ -52,11 +52,11 @@ def test_logits_are_the_models_own(make: Any) -> None:
     name, atol = like(make)
     theirs, mine = build(make, name), build(make, "qkv")
     ids = tokens(2)
-    close(mine(ids).logits, theirs(ids).logits, atol)
+    assert_close(mine(ids).logits, theirs(ids).logits, atol)
     live = torch.ones_like(ids)
     live[1, 8:] = 0
     one, two = (model(ids, attention_mask=live).logits[live.bool()] for model in (mine, theirs))
-    close(one, two, atol)
+    assert_close(one, two, atol)
 
 
 @torch.no_grad()
@@ -67,8 +67,8 @@ def test_generation_with_a_cache_gives_the_same_tokens(make: Any) -> None:
     ids = tokens(2, 6)
     live = torch.ones_like(ids)
     live[0, :2] = 0
-    how = {"max_new_tokens": 8, "do_sample": False, "attention_mask": live, "pad_token_id": 0}
-    assert torch.equal(mine.generate(ids, **how), theirs.generate(ids, **how))
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": live, "pad_token_id": 0}
+    assert torch.equal(mine.generate(ids, **options), theirs.generate(ids, **options))
 
 
 @torch.no_grad()
@@ -80,51 +80,51 @@ def test_generation_with_a_static_cache() -> None:
         live = torch.ones_like(ids)
         for row, column in enumerate(dead):
             live[row, : 2 - column] = 0
-        given = {"attention_mask": live, **options}
-        plain = model.generate(ids, **given)
-        assert torch.equal(model.generate(ids, cache_implementation="static", **given), plain)
+        inputs = {"attention_mask": live, **options}
+        plain = model.generate(ids, **inputs)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **inputs), plain)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_token_builds_no_mask_and_no_score(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def attend(*args: Any, **options: Any) -> Any:
-        asked.append(options)
+        calls.append(options)
         return qkv.attend(*args, **options)
 
     monkeypatch.setattr("qkv.transformers.implementation.attend", attend)
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
     build(llama, "qkv").generate(tokens(), disable_compile=True, **options)
-    assert len({id(x["score"]) for x in asked}) == 1
-    assert [x["mask"] for x in asked[:2]] == [masks.causal] * 2
+    assert len({id(x["score"]) for x in calls}) == 1
+    assert [x["mask"] for x in calls[:2]] == [masks.causal] * 2
     # In a cache of fixed length, the keys of a token are cut out.
-    assert {x["mask"] for x in asked[2:]} == {None}
+    assert {x["mask"] for x in calls[2:]} == {None}
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error")
 def test_a_compiled_model_is_one_graph() -> None:
     model = build(llama, "qkv")
-    found = torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
-    close(found.logits, model(tokens()).logits)
+    result = torch.compile(model, backend="eager", fullgraph=True)(tokens(), use_cache=False)
+    assert_close(result.logits, model(tokens()).logits)
 
 
 @pytest.mark.parametrize("make", DECODERS)
 def test_gradients_of_a_training_step_are_the_models_own(make: Any) -> None:
     ids = tokens(2)
-    found = {}
+    result = {}
     name, atol = like(make)
     for implementation in (name, "qkv"):
         model = build(make, implementation)
         model(ids, labels=ids).loss.backward()
-        found[implementation] = {
+        result[implementation] = {
             name: x.grad for name, x in model.named_parameters() if x.grad is not None
         }
-    assert found["qkv"].keys() == found[name].keys()
-    for parameter, gradient in found[name].items():
-        close(found["qkv"][parameter], gradient, max(1.0, gradient.abs().max()) * 10 * atol)
+    assert result["qkv"].keys() == result[name].keys()
+    for parameter, gradient in result[name].items():
+        assert_close(result["qkv"][parameter], gradient, max(1.0, gradient.abs().max()) * 10 * atol)
 
 
 @torch.no_grad()
@@ -137,11 +137,11 @@ def test_masks_of_four_axes(kind: str) -> None:
         ~allowed, torch.finfo(torch.float64).min
     )
     theirs = build(llama, "eager")(ids, attention_mask=mask[None, None]).logits
-    given = mask if kind == "float" else allowed
-    close(build(llama, "qkv")(ids, attention_mask=given[None, None]).logits, theirs, EAGER)
+    inputs = mask if kind == "float" else allowed
+    assert_close(build(llama, "qkv")(ids, attention_mask=inputs[None, None]).logits, theirs, EAGER)
     # A rule and a weighting that no float can be added to.
     ours.register("qkv-boxes", score="boxcar", weighting="normalized")
-    boxes = build(llama, "qkv-boxes")(ids, attention_mask=given[None, None]).logits
+    boxes = build(llama, "qkv-boxes")(ids, attention_mask=inputs[None, None]).logits
     assert torch.isfinite(boxes).all()
 
 
@@ -156,7 +156,7 @@ def test_position_bias_and_its_gradient() -> None:
         out.logits.square().mean().backward()
         bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
         results.append((out.logits.detach(), bias.grad))
-    close(results[1], results[0])
+    assert_close(results[1], results[0])
     assert results[0][1].abs().max() > 0
 
 
@@ -176,16 +176,16 @@ def test_dropout_follows_torchs_seed() -> None:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         logits.append(model(tokens()).logits)
-    close(logits[0], logits[1])
+    assert_close(logits[0], logits[1])
     assert (logits[0] - logits[2]).abs().max() > 1e-6
-    close(model.eval()(tokens()).logits, build(llama, "sdpa")(tokens()).logits)
+    assert_close(model.eval()(tokens()).logits, build(llama, "sdpa")(tokens()).logits)
 
 
 @torch.no_grad()
 def test_output_attentions() -> None:
-    mine = build(llama, "qkv")(tokens(), output_attentions=True).attentions
+    ours = build(llama, "qkv")(tokens(), output_attentions=True).attentions
     theirs = build(llama, "eager")(tokens(), output_attentions=True).attentions
-    close(mine, theirs, EAGER)
+    assert_close(ours, theirs, EAGER)
 
 
 class Layer(torch.nn.Module):
@@ -208,10 +208,10 @@ def test_a_score_and_a_weighting_of_ones_own() -> None:
     name = ours.register("qkv-kernel", score="gaussian")
     assert name == "qkv-kernel"
     expected = torch.softmax(-distance / 2, -1) @ v
-    close(call(name, q, k, v)[0], expected.transpose(1, 2))
+    assert_close(call(name, q, k, v)[0], expected.transpose(1, 2))
     ours.register("qkv-near", score="gaussian", weighting="hard")
     nearest = distance.argmin(-1)[..., None].expand(-1, -1, -1, 3)
-    close(call("qkv-near", q, k, v)[0], v.gather(2, nearest).transpose(1, 2))
+    assert_close(call("qkv-near", q, k, v)[0], v.gather(2, nearest).transpose(1, 2))
 
 
 def test_scaling_softcap_sinks_and_causality_by_the_formula() -> None:
@@ -225,9 +225,9 @@ def test_scaling_softcap_sinks_and_causality_by_the_formula() -> None:
     e = s.exp()
     alpha = e / (e.sum(-1, keepdim=True) + sink.exp().reshape(4, 1, 1))
     options = {"scaling": 0.7, "softcap": 1.5, "s_aux": sink, "output_attentions": True}
-    out, found = call("qkv", q, k, v, module=Layer(True), **options)
-    close(found, alpha)
-    close(out, (alpha @ v.repeat_interleave(2, 1)).transpose(1, 2))
+    out, result = call("qkv", q, k, v, module=Layer(True), **options)
+    assert_close(result, alpha)
+    assert_close(out, (alpha @ v.repeat_interleave(2, 1)).transpose(1, 2))
 
 
 def test_wrong_registrations() -> None:

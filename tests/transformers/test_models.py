@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkv.errors import ArgumentError
-from tests.transformers.models import EAGER, build, close, llama, tokens
+from tests.transformers.models import EAGER, assert_close, build, llama, tokens
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
@@ -106,14 +106,14 @@ def test_every_way_of_masking_is_eagers(make: Any) -> None:
         live = torch.ones_like(ids)
         if dead is not None:
             live[1, dead] = 0
-        given = {} if dead is None else {"attention_mask": live}
-        want = theirs(ids, **given, output_attentions=True)
-        found = mine(ids, **given, output_attentions=True)
+        options = {} if dead is None else {"attention_mask": live}
+        want = theirs(ids, **options, output_attentions=True)
+        actual = mine(ids, **options, output_attentions=True)
         rows = live.bool()
-        close(found.last_hidden_state[rows], want.last_hidden_state[rows], 20 * EAGER)
-        assert len(found.attentions) == len(want.attentions) == 2
-        for one, two in zip(found.attentions, want.attentions, strict=True):
-            close(one.mT.swapaxes(1, 3)[rows], two.mT.swapaxes(1, 3)[rows], 20 * EAGER)
+        assert_close(actual.last_hidden_state[rows], want.last_hidden_state[rows], 20 * EAGER)
+        assert len(actual.attentions) == len(want.attentions) == 2
+        for one, two in zip(actual.attentions, want.attentions, strict=True):
+            assert_close(one.mT.swapaxes(1, 3)[rows], two.mT.swapaxes(1, 3)[rows], 20 * EAGER)
 
 
 @torch.no_grad()
@@ -123,8 +123,8 @@ def test_a_capture_changes_nothing_and_sees_what_eager_tells(make: Any) -> None:
     options = {"decoder_input_ids": ids[:, :6]} if make is pegasus else {}
     want = model(ids, **options, output_attentions=True)
     with ours.capture(model) as seen:
-        found = model(ids, **options)
-    close(found.last_hidden_state, want.last_hidden_state, 20 * EAGER)
+        actual = model(ids, **options)
+    assert_close(actual.last_hidden_state, want.last_hidden_state, 20 * EAGER)
     alpha = want.decoder_attentions if make is pegasus else want.attentions
     layers = seen.select("self_attn") if make is pegasus else seen
     np.testing.assert_allclose(layers.weights, torch.cat(alpha).numpy(), atol=EAGER)
@@ -134,7 +134,7 @@ def test_a_name_that_is_set_afterwards() -> None:
     model = build(mpnet, "eager", torch.float32)
     want = model(tokens()).last_hidden_state
     model.set_attn_implementation("qkv")  # transformers warns, and leaves it alone
-    close(model(tokens()).last_hidden_state, want, 0)
+    assert_close(model(tokens()).last_hidden_state, want, 0)
     model.config._attn_implementation = "qkv"
     with pytest.raises(ArgumentError, match=r"MPNetConfig.*\"eager\""):
         model(tokens())
@@ -156,9 +156,9 @@ def test_a_part_that_is_named_by_its_config() -> None:
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     points = torch.tensor([[[[3.0, 4.0]]]])
     with torch.no_grad():
-        found = model(pixel_values=pixels, input_points=points).pred_masks
+        result = model(pixel_values=pixels, input_points=points).pred_masks
         with ours.capture(model) as seen:
-            close(model(pixel_values=pixels, input_points=points).pred_masks, found, 1e-6)
+            assert_close(model(pixel_values=pixels, input_points=points).pred_masks, result, 1e-6)
     assert seen.layers and not any("vision" in layer.name for layer in seen.layers)
 
 
@@ -175,7 +175,7 @@ def test_models_whose_source_is_not_known() -> None:
     live[1, 8:] = 0
     with torch.no_grad():
         one, two = (build(x, "qkv")(ids, attention_mask=live).logits for x in (llama, mine))
-    close(one[live.bool()], two[live.bool()])
+    assert_close(one[live.bool()], two[live.bool()])
 
 
 def test_keys_that_a_model_has_chosen() -> None:
@@ -188,7 +188,7 @@ def test_keys_that_a_model_has_chosen() -> None:
     want = attend(module, x, x, x, live & seen)[0]
     numbers = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, torch.finfo(x.dtype).min)
     for mask in (seen, numbers, None):
-        close(attend(module, x, x, x, mask, indices=chosen)[0], want, 1e-12)
+        assert_close(attend(module, x, x, x, mask, indices=chosen)[0], want, 1e-12)
     with pytest.raises(ArgumentError, match="LlamaAttention passes block_indices"):
         attend(module, x, x, x, seen, block_indices=chosen)
 
@@ -199,8 +199,8 @@ def test_a_row_of_the_least_float_is_the_mean_as_in_eager_and_sdpa() -> None:
     mask[..., 2, :] = mask[..., 3, 1:] = torch.finfo(x.dtype).min
     module = build(llama, "qkv", num_key_value_heads=4).model.layers[0].self_attn
     ours, sdpa = (hf.AttentionInterface()[name] for name in ("qkv", "sdpa"))
-    found = ours(module, x, x, x, mask)[0]
-    close(found, sdpa(module, x, x, x, mask)[0], 1e-6)
-    close(found[0, 2], x[0].mean(-2), 1e-6)
+    result = ours(module, x, x, x, mask)[0]
+    assert_close(result, sdpa(module, x, x, x, mask)[0], 1e-6)
+    assert_close(result[0, 2], x[0].mean(-2), 1e-6)
     none = ours(module, x, x, x, mask == 0)[0]
     assert (none[0, 2] == 0).all()

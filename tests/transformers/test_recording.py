@@ -16,8 +16,8 @@ from tests.interrupt import stopped
 from tests.transformers.models import (
     SENTENCE,
     TINY,
+    assert_close,
     build,
-    close,
     gemma,
     llama,
     minilm,
@@ -33,7 +33,7 @@ pytest.importorskip("matplotlib")
 ours = pytest.importorskip("qkv.transformers")
 
 
-def passing(model: Any, ids: Any, **options: Any) -> Any:
+def run_model(model: Any, ids: Any, **options: Any) -> Any:
     with torch.no_grad(), ours.capture(model, **options) as seen:
         model(ids)
     return seen
@@ -44,15 +44,15 @@ def passing(model: Any, ids: Any, **options: Any) -> Any:
 def test_the_grid_of_heads_is_the_models_own(
     folder: Path, tokenizer: Any, eager: Any, implementation: str
 ) -> None:
-    given = tokenizer(SENTENCE, return_tensors="pt")
-    expected = torch.cat(eager(**given, output_attentions=True).attentions).numpy()
+    inputs = tokenizer(SENTENCE, return_tensors="pt")
+    expected = torch.cat(eager(**inputs, output_attentions=True).attentions).numpy()
     model = minilm(folder, implementation)
-    before = model(**given).last_hidden_state
+    before = model(**inputs).last_hidden_state
     with ours.capture(model) as seen:
-        during = model(**given).last_hidden_state
+        during = model(**inputs).last_hidden_state
     assert seen.weights.shape == (6, 12, 19, 19)
     np.testing.assert_allclose(seen.weights, expected, atol=1e-5)
-    close(during, before, 1e-5)
+    assert_close(during, before, 1e-5)
     assert model.config._attn_implementation == implementation
     assert [layer.name for layer in seen.layers][1] == "encoder.layer.1.attention.self"
 
@@ -69,34 +69,34 @@ def test_a_wrapper_with_a_model_inside(folder: Path) -> None:
 def test_a_decoders_weights_are_eagers(make: Any) -> None:
     ids = tokens()
     with torch.no_grad():
-        found = build(make, "eager")(ids, output_attentions=True).attentions
-    seen = passing(build(make, "sdpa" if make is llama else "eager"), ids)
-    np.testing.assert_allclose(seen.weights, torch.cat(found).numpy(), atol=1e-6)
+        result = build(make, "eager")(ids, output_attentions=True).attentions
+    seen = run_model(build(make, "sdpa" if make is llama else "eager"), ids)
+    np.testing.assert_allclose(seen.weights, torch.cat(result).numpy(), atol=1e-6)
 
 
 def test_a_capture_keeps_the_models_own_weighting() -> None:
     ours.register("qkv-one", weighting="hard")
-    seen = passing(build(llama, "qkv-one"), tokens())
+    seen = run_model(build(llama, "qkv-one"), tokens())
     assert set(np.unique(seen.weights)) == {0.0, 1.0}
 
 
 def test_top_and_pool_and_budget() -> None:
     model, ids = build(llama, "sdpa"), tokens(1, 40)
-    whole = passing(model, ids).weights
-    assert whole.shape == (2, 4, 40, 40)
+    full = run_model(model, ids).weights
+    assert full.shape == (2, 4, 40, 40)
 
-    top = passing(model, ids, top=3)
+    top = run_model(model, ids, top=3)
     alpha, keys = top.top
     assert alpha.shape == keys.shape == (2, 4, 40, 3)
-    np.testing.assert_allclose(alpha, np.sort(whole, -1)[..., ::-1][..., :3], atol=1e-7)
-    np.testing.assert_allclose(np.take_along_axis(whole, keys, -1), alpha, atol=1e-7)
-    kept = whole * (whole >= alpha[..., -1:])
-    np.testing.assert_allclose(top.weights, kept, atol=1e-7)
+    np.testing.assert_allclose(alpha, np.sort(full, -1)[..., ::-1][..., :3], atol=1e-7)
+    np.testing.assert_allclose(np.take_along_axis(full, keys, -1), alpha, atol=1e-7)
+    truncated = full * (full >= alpha[..., -1:])
+    np.testing.assert_allclose(top.weights, truncated, atol=1e-7)
     assert top.plot(layer=0, head=0).axes
 
-    pooled = passing(model, ids, pool=10)
+    pooled = run_model(model, ids, pool=10)
     np.testing.assert_allclose(
-        pooled.weights, whole.reshape(2, 4, 10, 4, 10, 4).max((3, 5)), atol=1e-7
+        pooled.weights, full.reshape(2, 4, 10, 4, 10, 4).max((3, 5)), atol=1e-7
     )
     figure = pooled.plot(layer=0, head=0)
     assert len(figure.axes[0].get_yticklabels()) > 1
@@ -106,11 +106,11 @@ def test_top_and_pool_and_budget() -> None:
     with pytest.raises(ArgumentError, match="largest of each 4 × 4"):
         plot.data.entropy(pooled)
 
-    small = passing(model, ids, budget=2 * 4 * 4 * 20 * 20)
+    small = run_model(model, ids, budget=2 * 4 * 4 * 20 * 20)
     assert small.weights.shape == (2, 4, 20, 20)
     assert small.nbytes <= 2 * 4 * 4 * 20 * 20
     np.testing.assert_allclose(
-        small.weights, whole.reshape(2, 4, 20, 2, 20, 2).max((3, 5)), atol=1e-7
+        small.weights, full.reshape(2, 4, 20, 2, 20, 2).max((3, 5)), atol=1e-7
     )
     with pytest.raises(ArgumentError, match="pooled"):
         small.words(None, ids)
@@ -120,13 +120,13 @@ def test_top_and_pool_and_budget() -> None:
 
 def test_a_small_budget_works_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(gemma, "eager"), tokens(1, 23)
-    whole = passing(model, ids)
+    full = run_model(model, ids)
     monkeypatch.setattr("qkv.transformers.recording.MAX_WORKING_BYTES", 4 * 4 * 23 * 5)
-    np.testing.assert_allclose(passing(model, ids).weights, whole.weights, atol=1e-7)
-    pooled = passing(model, ids, pool=4)
+    np.testing.assert_allclose(run_model(model, ids).weights, full.weights, atol=1e-7)
+    pooled = run_model(model, ids, pool=4)
     groups = np.arange(23) * 4 // 23
     for i, j in np.ndindex(4, 4):
-        block = whole.weights[..., groups == i, :][..., groups == j]
+        block = full.weights[..., groups == i, :][..., groups == j]
         np.testing.assert_allclose(pooled.weights[..., i, j], block.max((-2, -1)), atol=1e-7)
 
 
@@ -134,7 +134,7 @@ def test_budget_that_cannot_be_kept() -> None:
     model = build(llama, "sdpa")
     for options, hint in (({"top": 11}, "smaller top"), ({"pool": 11}, "smaller pool"), ({}, "")):
         with pytest.raises(ArgumentError, match=f"larger budget.*{hint}"):
-            passing(model, tokens(), budget=8, **options)
+            run_model(model, tokens(), budget=8, **options)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -149,9 +149,9 @@ def test_one_module_that_serves_as_many_layers() -> None:
     model, ids = build(albert, "eager"), tokens(1, 16)
     with torch.no_grad():
         expected = torch.cat(model(ids, output_attentions=True).attentions).numpy()
-    np.testing.assert_allclose(passing(model, ids).weights, expected, atol=1e-6)
+    np.testing.assert_allclose(run_model(model, ids).weights, expected, atol=1e-6)
     budget = 4 * 4 * 4 * 8 * 8
-    small = passing(model, ids, budget=budget)
+    small = run_model(model, ids, budget=budget)
     assert small.nbytes <= budget
     halves = expected.reshape(4, 4, 8, 2, 8, 2).max((3, 5))
     np.testing.assert_allclose(small.weights, halves, atol=1e-6)
@@ -160,17 +160,17 @@ def test_one_module_that_serves_as_many_layers() -> None:
 def test_encoder_and_decoder_apart() -> None:
     model = build(t5, "eager")
     with torch.no_grad():
-        given = {"input_ids": tokens(), "decoder_input_ids": tokens(1, 5)}
-        expected = model(**given, output_attentions=True)
+        inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(1, 5)}
+        expected = model(**inputs, output_attentions=True)
         with ours.capture(model) as seen:
-            model(**given)
-    for name, found in (
+            model(**inputs)
+    for name, actual in (
         ("encoder.", expected.encoder_attentions),
         ("SelfAttention", expected.decoder_attentions),
         ("EncDecAttention", expected.cross_attentions),
     ):
         part = seen.select("decoder.") if name == "SelfAttention" else seen
-        np.testing.assert_allclose(part.select(name).weights, torch.cat(found).numpy(), atol=1e-6)
+        np.testing.assert_allclose(part.select(name).weights, torch.cat(actual).numpy(), atol=1e-6)
     with pytest.raises(ShapeError, match=r"11 × 11.*5 × 11"):
         _ = seen.weights
     with pytest.raises(ShapeError, match="5 queries and 11 keys"):
@@ -237,7 +237,7 @@ def test_captures_inside_one_another_and_shared_configs() -> None:
 def test_threads_record_what_they_run() -> None:
     model = build(llama, "sdpa")
     model(tokens())
-    barrier, found, faults = threading.Barrier(3), {}, []
+    barrier, result, faults = threading.Barrier(3), {}, []
 
     def work(n: int, records: bool) -> None:
         try:
@@ -249,19 +249,19 @@ def test_threads_record_what_they_run() -> None:
                         continue
                     with ours.capture(model) as seen:
                         model(tokens(1, n))
-                    found[n] = seen.weights.shape
+                    result[n] = seen.weights.shape
         except Exception as fault:
             faults.append(fault)
 
     threads = [
-        threading.Thread(target=work, args=given) for given in ((4, True), (6, True), (9, False))
+        threading.Thread(target=work, args=shape) for shape in ((4, True), (6, True), (9, False))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not faults
-    assert found == {4: (2, 4, 4, 4), 6: (2, 4, 6, 6)}
+    assert result == {4: (2, 4, 4, 4), 6: (2, 4, 6, 6)}
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -275,7 +275,7 @@ def test_gradients_and_checkpoints_inside_a_capture() -> None:
         model(tokens(), labels=tokens(), use_cache=False).loss.backward()
     assert seen.weights.shape == (2, 4, 11, 11)
     for x, gradient in zip(model.parameters(), expected, strict=True):
-        close(x.grad, gradient, 1e-8)
+        assert_close(x.grad, gradient, 1e-8)
 
 
 def test_models_that_cannot_be_captured() -> None:
@@ -310,8 +310,8 @@ def linear() -> Any:
 
 
 def test_what_attends_in_a_way_of_its_own_is_named() -> None:
-    seen = passing(build(linear, "eager", torch.float32), tokens(5))
+    seen = run_model(build(linear, "eager", torch.float32), tokens(5))
     assert [layer.name for layer in seen.layers] == ["layers.1.self_attn"]
     assert seen.unseen == seen.select("layers.1").unseen == ("layers.0.self_attn",)
     assert repr(seen).endswith("; not recorded: layers.0.self_attn)")
-    assert not passing(build(llama, "eager"), tokens(5)).unseen
+    assert not run_model(build(llama, "eager"), tokens(5)).unseen

@@ -50,6 +50,6 @@ class Vocabulary:
 def test_every_way_to_mark_words(vocabulary: Vocabulary, words: list[str]) -> None:
     n = len(vocabulary.tokens)
     layer = ours.CapturedLayer("one", n, n, cells=np.full((1, 1, n, n), 1 / n, np.float32))
-    found = ours.CapturedAttention([layer]).words(vocabulary, list(range(n)))
-    assert found.labels == words
-    np.testing.assert_allclose(found.weights.sum(-1), 1, atol=1e-6)
+    result = ours.CapturedAttention([layer]).words(vocabulary, list(range(n)))
+    assert result.labels == words
+    np.testing.assert_allclose(result.weights.sum(-1), 1, atol=1e-6)

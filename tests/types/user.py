@@ -57,9 +57,9 @@ def returned(t: Tensor, x: Floats, flag: bool) -> None:
     out, lse = qkv.attend(t, t, t, return_lse=True, mask="causal")
     assert_type(out, Tensor)
     assert_type(lse, Tensor)
-    found = qkv.attend(t, t, t, return_lse=flag)
-    assert not isinstance(found, Tensor)
-    assert_type(found[0], Tensor)
+    result = qkv.attend(t, t, t, return_lse=flag)
+    assert not isinstance(result, Tensor)
+    assert_type(result[0], Tensor)
     qkv.attend(t, t, t, return_weights="heads")  # type: ignore[call-overload]
 
 

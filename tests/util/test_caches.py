@@ -77,7 +77,7 @@ RUN_ONCE = ("engines/triton/launching/precompile.py", "frameworks/threads.py")
 
 
 def test_no_module_memoizes_outside_of_the_registry():
-    found = []
+    result = []
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
         if name == "util/caches.py" or name in RUN_ONCE:
@@ -89,5 +89,5 @@ def test_no_module_memoizes_outside_of_the_registry():
                 used = {node.attr}
             else:
                 continue
-            found += [f"{name}:{node.lineno} {x}" for x in used & {"cache", "lru_cache"}]
-    assert found == []
+            result += [f"{name}:{node.lineno} {x}" for x in used & {"cache", "lru_cache"}]
+    assert result == []

@@ -53,9 +53,9 @@ def test_the_command_tells_it_on_stderr(tmp_path):
     table.write_text("name,age\nLi,34\n")
     logger = logging.getLogger("qkv")
     try:
-        said = command("rows", table, "--debug")
+        output = command("rows", table, "--debug")
     finally:
         logger.handlers.clear()
         logger.setLevel(logging.NOTSET)
-    assert "read people: 1 rows of name, age" in said.stderr
-    assert "read people" not in said.stdout
+    assert "read people: 1 rows of name, age" in output.stderr
+    assert "read people" not in output.stdout

@@ -36,10 +36,10 @@ def test_a_notebook_shows_how_far_it_is_and_then_nothing(notebook):
     with progress.progress_bar("learning", 4) as moved:
         moved(1, 4)
         moved(4, 4)
-    first, quarter, whole, nothing = notebook
+    first, quarter, full, nothing = notebook
     assert first == "learning" and nothing == ""
-    assert quarter.endswith(" 25%") and whole.endswith(" 100%")
-    assert quarter.count("█") * 4 == whole.count("█") and len(quarter) == len(whole)
+    assert quarter.endswith(" 25%") and full.endswith(" 100%")
+    assert quarter.count("█") * 4 == full.count("█") and len(quarter) == len(full)
     with pytest.raises(KeyboardInterrupt), progress.progress_bar("reading") as moved:
         moved(1200, None)
         raise KeyboardInterrupt

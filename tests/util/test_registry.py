@@ -44,12 +44,12 @@ class Exponential(weightings.Weighting):
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         return self.block_weights(scores, live, k, ())
 
-    def block_weights(self, scores: Array, live: Array | None, k: Array, found: Any) -> Array:
+    def block_weights(self, scores: Array, live: Array | None, k: Array, result: Any) -> Array:
         fw = get_framework(scores)
         return fw.fill_unless(fw.xp.exp(self.rate * scores), live)
 
     def score_gradient(
-        self, scores: Array, weight: Array, along: Array, centre: Array, found: Any
+        self, scores: Array, weight: Array, along: Array, centre: Array, result: Any
     ) -> Array:
         return self.rate * weight * along
 
@@ -66,8 +66,8 @@ class Lengths(encoders.Encoder):
         return type(self)(np.float32([1 / max(map(len, keys))]))
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        found = np.array([[len(key), 1] for key in keys], np.float32).reshape(-1, 2)
-        return found * (1 if self.factor is None else self.factor)
+        result = np.array([[len(key), 1] for key in keys], np.float32).reshape(-1, 2)
+        return result * (1 if self.factor is None else self.factor)
 
     def default_score(self, rows: int) -> scores.Score:
         return scores.Gaussian(0.05)
@@ -86,9 +86,9 @@ class Lengths(encoders.Encoder):
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """What a test registers is gone after it."""
-    kept = [dict(table) for table in TABLES]
+    copies = [dict(table) for table in TABLES]
     yield
-    for table, entries in zip(TABLES, kept, strict=True):
+    for table, entries in zip(TABLES, copies, strict=True):
         table.clear()
         table.update(entries)
 
@@ -176,29 +176,31 @@ class TestRegister:
             scores.resolve("broken")
 
 
-class TestDoors:
+class TestRegisteredScore:
     """A score and a weighting of one's own, by name, against what they mean."""
 
-    how: ClassVar[dict[str, Any]] = {"score": "cubic", "weighting": "exponential"}
+    options: ClassVar[dict[str, Any]] = {"score": "cubic", "weighting": "exponential"}
 
     @pytest.mark.parametrize("engine", [None, "dense", "streaming"])
     def test_attend(self, registered: None, engine: str | None) -> None:
-        out, alpha = qkv.attend(QUERY, KEY, VALUE, **self.how, engine=engine, return_weights=True)
+        out, alpha = qkv.attend(
+            QUERY, KEY, VALUE, **self.options, engine=engine, return_weights=True
+        )
         np.testing.assert_allclose(alpha, formula(QUERY, KEY), atol=1e-12)
         np.testing.assert_allclose(out, formula(QUERY, KEY) @ VALUE, atol=1e-12)
 
     def test_weights_and_explain(self, registered: None) -> None:
-        causal = qkv.weights(QUERY, KEY, **self.how, mask="causal")
+        causal = qkv.weights(QUERY, KEY, **self.options, mask="causal")
         np.testing.assert_allclose(causal, formula(QUERY, KEY) * np.tri(4, 6), atol=1e-12)
         assert "Cubic(a=0.5) → Exponential(rate=0.1)" in str(
-            qkv.explain(QUERY, KEY, VALUE, **self.how)
+            qkv.explain(QUERY, KEY, VALUE, **self.options)
         )
 
     def test_layers(self, registered: None) -> None:
         torch = pytest.importorskip("torch")
         from qkv import nn
 
-        layer = nn.MultiHeadAttention(8, 2, **self.how, dtype=torch.float64, batch_first=True)
+        layer = nn.MultiHeadAttention(8, 2, **self.options, dtype=torch.float64, batch_first=True)
         x = torch.from_numpy(RNG.normal(size=(1, 5, 8)))
         out, alpha = layer(x, x, x, need_weights=True, average_attn_weights=False)
         q, k, v = (
@@ -214,7 +216,7 @@ class TestDoors:
         pytest.importorskip("keras")
         from qkv.keras import Attention
 
-        made = [Attention(**self.how), Attention(score=Cubic(0.5), weighting=Exponential(0.1))]
+        made = [Attention(**self.options), Attention(score=Cubic(0.5), weighting=Exponential(0.1))]
         made += [Attention.from_config(layer.get_config()) for layer in made]
         for layer in made:
             out = layer([QUERY[None], VALUE[None], KEY[None]], attention_mask="causal")
@@ -226,7 +228,7 @@ class TestDoors:
             {tuple(map(float, k)): float(v) for k, v in zip(KEY, VALUE[:, 0], strict=True)},
             encoder="arrays",
         )
-        answer = table.ask(QUERY[0], **self.how)
+        answer = table.ask(QUERY[0], **self.options)
         want = formula(QUERY[:1], KEY) @ VALUE[:, 0]
         np.testing.assert_allclose(answer.value, want[0], rtol=1e-4)
 
@@ -254,9 +256,9 @@ class TestEntryPoints:
 
         def install(**modules: Callable[[], None]) -> None:
             points = [types.SimpleNamespace(value=n, load=load) for n, load in modules.items()]
-            asked = {"group": registry.PLUGIN_GROUP}
+            keywords = {"group": registry.PLUGIN_GROUP}
             monkeypatch.setattr(
-                metadata, "entry_points", lambda **how: points if how == asked else []
+                metadata, "entry_points", lambda **spec: points if spec == keywords else []
             )
 
         return install
@@ -314,8 +316,10 @@ class TestTypeCheckers:
         assert set(get_args(scores.LearnedName)) == set(LEARNED_SCORES)
 
     def test_masks_and_engines(self) -> None:
-        given = {name for name, mask in masks.NAMES.items() if isinstance(mask, masks.Mask)}
-        assert set(get_args(masks.Name)) == given
+        names_with_masks = {
+            name for name, mask in masks.NAMES.items() if isinstance(mask, masks.Mask)
+        }
+        assert set(get_args(masks.Name)) == names_with_masks
         assert get_args(choice.EngineName) == tuple(choice.ENGINES_BY_NAME)
 
 

@@ -26,12 +26,12 @@ LIVE = rng.random(SCORES.shape) > 0.3
 LIVE[3] = False
 
 
-def slopes(alpha, scores=SCORES, live=None):
+def compute_gradients(alpha, scores=SCORES, live=None):
     """Σ α · ALONG, and its gradients to the scores and to alpha."""
     s = torch.tensor(scores, requires_grad=True)
     a = torch.tensor(alpha, dtype=s.dtype, requires_grad=True)
-    found = (Entmax(a)(s, live) * torch.tensor(ALONG)).sum()
-    return found.detach(), *torch.autograd.grad(found, (s, a))
+    result = (Entmax(a)(s, live) * torch.tensor(ALONG)).sum()
+    return result.detach(), *torch.autograd.grad(result, (s, a))
 
 
 def near_one(s, alpha):
@@ -45,20 +45,20 @@ def near_one(s, alpha):
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("made", [float, np.array], ids=["number", "array"])
 def test_values(alpha, made):
-    found = Entmax(made(alpha))(SCORES, LIVE)
-    np.testing.assert_allclose(found.sum(-1), LIVE.any(-1), atol=1e-14)
+    actual = Entmax(made(alpha))(SCORES, LIVE)
+    np.testing.assert_allclose(actual.sum(-1), LIVE.any(-1), atol=1e-14)
     if 0 < abs(alpha - 1) < 1e-3:  # where plain Python has no digits left
         want, within = near_one(SCORES, alpha), 50 * (alpha - 1) ** 2 + 1e-14
         np.testing.assert_allclose(Entmax(made(alpha))(SCORES), want, atol=within)
     else:
         want = formulas.weights("Entmax", SCORES, LIVE, alpha=alpha)
-        np.testing.assert_allclose(found, want, atol=1e-12)
+        np.testing.assert_allclose(actual, want, atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_the_gradient_of_alpha_is_that_of_differences(alpha):
-    (_, _, got), step = slopes(alpha), 1e-6
-    ahead, behind = (float(slopes(alpha + side * step)[0]) for side in (1, -1))
+    (_, _, got), step = compute_gradients(alpha), 1e-6
+    ahead, behind = (float(compute_gradients(alpha + side * step)[0]) for side in (1, -1))
     assert abs(float(got) - (ahead - behind) / (2 * step)) < 1e-7 * (1 + abs(float(got)))
 
 
@@ -72,14 +72,14 @@ def test_the_gradient_of_alpha_is_that_of_the_paper(alpha):
     h = -p * np.log(np.where(p > 0, p, 1))
     c = alpha - 1
     want = (p - lean) / c**2 + (h - lean * h.sum(-1, keepdims=True)) / c
-    assert abs(float(slopes(alpha)[2]) - (want * ALONG).sum()) < 1e-10 / c**2
+    assert abs(float(compute_gradients(alpha)[2]) - (want * ALONG).sum()) < 1e-10 / c**2
 
 
 def test_at_one_it_is_softmax_and_its_gradient_a_series():
-    found, ds, da = slopes(1.0)
+    actual, ds, da = compute_gradients(1.0)
     soft = torch.tensor(SCORES, requires_grad=True)
     want = (torch.softmax(soft, -1) * torch.tensor(ALONG)).sum()
-    assert abs(float(found - want.detach())) < 1e-14
+    assert abs(float(actual - want.detach())) < 1e-14
     np.testing.assert_allclose(ds, torch.autograd.grad(want, soft)[0], atol=1e-14)
     series = near_one(SCORES, 2.0) - near_one(SCORES, 1.0)
     assert abs(float(da) - (series * ALONG).sum()) < 1e-13
@@ -91,7 +91,7 @@ def test_the_same_as_a_library_of_its_own(alpha):
     s = torch.tensor(SCORES, requires_grad=True)
     a = torch.tensor(alpha, dtype=s.dtype, requires_grad=True)
     theirs = (entmax.entmax_bisect(s, a, n_iter=100) * torch.tensor(ALONG)).sum()
-    ours = slopes(alpha)
+    ours = compute_gradients(alpha)
     assert abs(float(theirs.detach() - ours[0])) < 1e-11
     for got, want in zip(ours[1:], torch.autograd.grad(theirs, (s, a)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-8)
@@ -111,25 +111,25 @@ SHAPES = [(), (1,), (4,), (4, 1, 1), (30, 1), (2, 1, 30, 1), (2, 4, 1, 1)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_for_all_for_each_head_or_for_each_row(shape, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (7, 9))
-    given = [torch.tensor(rng.normal(size=(2, 4, 30, 5)), requires_grad=True) for _ in range(3)]
+    inputs = [torch.tensor(rng.normal(size=(2, 4, 30, 5)), requires_grad=True) for _ in range(3)]
     alpha = torch.tensor(rng.uniform(0.4, 2.6, size=shape), requires_grad=True)
     mask = masks.causal & masks.lengths([17, 30])
     along = torch.tensor(rng.normal(size=(2, 4, 30, 5)))
-    found = []
+    actual = []
     for engine in ("dense", "streaming"):
-        how = {"weighting": Entmax(alpha), "mask": mask, "engine": engine}
-        out = qkv.attend(*given, **how, dropout_p=0.2, seed=3)
-        found.append([out, *torch.autograd.grad((out * along).sum(), [*given, alpha])])
-    for one, two in zip(*found, strict=True):
+        options = {"weighting": Entmax(alpha), "mask": mask, "engine": engine}
+        out = qkv.attend(*inputs, **options, dropout_p=0.2, seed=3)
+        actual.append([out, *torch.autograd.grad((out * along).sum(), [*inputs, alpha])])
+    for one, two in zip(*actual, strict=True):
         np.testing.assert_allclose(one.detach(), two.detach(), atol=1e-9)
     wide = (alpha[:, None, None] if shape == (4,) else alpha).detach()
     wide = wide.expand(2, 4, 30, 1) if len(shape) else wide
     alone = Entmax(float(wide[1, 2, 21, 0] if len(shape) else wide))
-    want = qkv.attend(*(x[1, 2] for x in given), weighting=alone, mask=masks.causal)[21]
-    row = qkv.attend(*given, weighting=Entmax(alpha), mask=masks.causal)[1, 2, 21]
+    want = qkv.attend(*(x[1, 2] for x in inputs), weighting=alone, mask=masks.causal)[21]
+    row = qkv.attend(*inputs, weighting=Entmax(alpha), mask=masks.causal)[1, 2, 21]
     np.testing.assert_allclose(row.detach(), want.detach(), atol=1e-9)
-    both = qkv.attend(*given, weighting=Entmax(alpha), mask=mask, return_weights=True)
-    np.testing.assert_allclose((both[1] @ given[2]).detach(), both[0].detach(), atol=1e-12)
+    both = qkv.attend(*inputs, weighting=Entmax(alpha), mask=mask, return_weights=True)
+    np.testing.assert_allclose((both[1] @ inputs[2]).detach(), both[0].detach(), atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 2.5])
@@ -145,10 +145,10 @@ def test_a_row_that_is_empty_or_not_finite(alpha, engine):
         assert torch.isfinite(x).all()
     spoiled = q.detach().clone()
     spoiled[1, 0] = math.nan
-    found = qkv.attend(spoiled, k, v, weighting=Entmax(a), mask=live, engine=engine)
-    assert torch.isnan(found[1]).all()
+    result = qkv.attend(spoiled, k, v, weighting=Entmax(a), mask=live, engine=engine)
+    assert torch.isnan(result[1]).all()
     keep = [0, 2, 3, 4, 5]
-    np.testing.assert_allclose(found[keep].detach(), out[keep].detach(), atol=1e-12)
+    np.testing.assert_allclose(result[keep].detach(), out[keep].detach(), atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 1.5, 2.5])
@@ -169,16 +169,16 @@ def test_a_score_that_is_minus_infinity_has_no_weight(alpha):
 
 def test_a_large_alpha_still_sums_to_one():
     for dtype in (np.float32, np.float64):
-        found = Entmax(np.array(20.0, dtype))(SCORES.astype(dtype))
-        np.testing.assert_allclose(found.sum(-1), 1, atol=1e-6)
+        result = Entmax(np.array(20.0, dtype))(SCORES.astype(dtype))
+        np.testing.assert_allclose(result.sum(-1), 1, atol=1e-6)
 
 
 def test_many_rows_at_once():
     """More scores than a piece holds, with an alpha for each row."""
     s, alpha = rng.normal(size=(2600, 512)), rng.uniform(0.5, 2.5, size=(2600, 1))
-    found = Entmax(alpha)(s)
+    result = Entmax(alpha)(s)
     for i in (0, 1300, 2599):
-        np.testing.assert_allclose(found[i], formulas.entmax(s[i].tolist(), alpha[i]), atol=1e-9)
+        np.testing.assert_allclose(result[i], formulas.entmax(s[i].tolist(), alpha[i]), atol=1e-9)
 
 
 def test_a_compiled_graph_searches_in_one_node_for_a_learned_alpha_too():
@@ -239,15 +239,15 @@ def test_an_alpha_that_does_not_fit(shape):
 def test_in_fewer_bits(dtype):
     alpha = np.array([0.6, 1.0, 1.6, 2.5], dtype)
     q, k, v = (rng.normal(size=(4, 50, 8)).astype(dtype) for _ in range(3))
-    found = qkv.attend(q, k, v, weighting=Entmax(alpha))
+    actual = qkv.attend(q, k, v, weighting=Entmax(alpha))
     wide = (x.astype("float64") for x in (q, k, v))
     want = qkv.attend(*wide, weighting=Entmax(alpha.astype("float64")))
-    assert found.dtype == dtype
+    assert actual.dtype == dtype
     atol = {"float32": 1e-5, "float16": 2e-3}[dtype]
-    np.testing.assert_allclose(found[:3], want[:3], atol=atol)
+    np.testing.assert_allclose(actual[:3], want[:3], atol=atol)
     # Above 2 a weight leaves 0 steeper than its score: of the last digit ε it makes ε^(1/(α − 1)).
     steep = 4 * float(np.finfo(dtype).eps) ** (1 / 1.5)
-    np.testing.assert_allclose(found[3], want[3], atol=max(atol, steep))
+    np.testing.assert_allclose(actual[3], want[3], atol=max(atol, steep))
 
 
 @pytest.mark.parametrize("alpha", [1 + 1e-12, 1 + 1e-7, 1.001, 1.03])
@@ -260,11 +260,11 @@ def test_a_number_near_one_keeps_its_digits(alpha, keys):
     np.testing.assert_allclose(Entmax(alpha)(scores), want, atol=5e-7)
     np.testing.assert_allclose(Entmax(alpha)(scores.astype("float64")), want, atol=1e-13)
     query, key, value = np.eye(3, dtype="float32"), scores.T.copy(), np.eye(keys, dtype="float32")
-    found = qkv.attend(query, key, value, score="dot", weighting=Entmax(alpha))
-    np.testing.assert_allclose(found, want, atol=5e-7)
+    actual = qkv.attend(query, key, value, score="dot", weighting=Entmax(alpha))
+    np.testing.assert_allclose(actual, want, atol=5e-7)
 
 
 def test_the_number_of_keys_does_not_matter():
     for alpha in (0.5, 1.0, 3.0):
-        found = weightings.Entmax(np.array(alpha))(np.zeros((1, 5000)))
-        np.testing.assert_allclose(found, 1 / 5000, rtol=1e-12)
+        result = weightings.Entmax(np.array(alpha))(np.zeros((1, 5000)))
+        np.testing.assert_allclose(result, 1 / 5000, rtol=1e-12)

@@ -17,9 +17,9 @@ LIVE = rng.random((3, 7)) < 0.7
 LIVE[1] = False
 
 
-def gradients(fw, weighting, **how):
+def gradients(fw, weighting, **options):
     def loss(*arrays):
-        out = qkv.attend(*arrays, weighting=weighting, mask=fw.make_array(LIVE), **how)
+        out = qkv.attend(*arrays, weighting=weighting, mask=fw.make_array(LIVE), **options)
         return qkv.frameworks.get_framework(out).xp.sum(out * fw.make_array(ALONG))
 
     return fw.compute_gradients(loss, [fw.make_array(x) for x in (QUERY, KEY, VALUE)])
@@ -34,8 +34,8 @@ def test_the_scores_have_the_softmax_s_gradient(fw, engine, dropout, monkeypatch
     got = gradients(fw, weightings.Hard(straight_through=True), engine=engine, **dropout)
     soft = gradients(fw, weightings.Softmax(), engine="dense", **dropout)
     hard = gradients(fw, weightings.Hard(), engine="dense", **dropout)
-    for found, want in zip(got, (*soft[:2], hard[2]), strict=True):
-        np.testing.assert_allclose(found, want, atol=1e-12)
+    for actual, want in zip(got, (*soft[:2], hard[2]), strict=True):
+        np.testing.assert_allclose(actual, want, atol=1e-12)
 
 
 def test_the_weights_are_a_function_of_scores():
@@ -53,5 +53,9 @@ def test_an_infinite_score_wins(engine, monkeypatch):
     """The straight-through softmax has no slope there, and must not change the answer."""
     monkeypatch.setattr(streaming, "block_size", lambda call: (1, 2))
     key = np.array([[0.0], [np.inf], [1.0]])
-    how = {"score": "dot", "weighting": weightings.Hard(straight_through=True), "engine": engine}
-    assert qkv.attend(np.ones((1, 1)), key, np.eye(3), **how).tolist() == [[0.0, 1.0, 0.0]]
+    options = {
+        "score": "dot",
+        "weighting": weightings.Hard(straight_through=True),
+        "engine": engine,
+    }
+    assert qkv.attend(np.ones((1, 1)), key, np.eye(3), **options).tolist() == [[0.0, 1.0, 0.0]]

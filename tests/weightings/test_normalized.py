@@ -33,16 +33,21 @@ ROWS = {
 WINDOWS = ["boxcar", "triangular", "epanechnikov"]
 
 
-def expected(score, on_empty):
+def expected_weights(score, on_empty):
     inside = scores.resolve(score)(QUERY[:1], KEY)
     return np.array([(inside / inside.sum())[0], ROWS[on_empty][0], [0.0] * 5, ROWS[on_empty][1]])
 
 
-def attend(fw, score, on_empty, engine="streaming", **how):
+def attend(fw, score, on_empty, engine="streaming", **options):
     arrays = [fw.make_array(x) for x in (QUERY, KEY, VALUE)]
     weighting = weightings.Normalized(on_empty)
     return qkv.attend(
-        *arrays, score=score, weighting=weighting, mask=fw.make_array(LIVE), engine=engine, **how
+        *arrays,
+        score=score,
+        weighting=weighting,
+        mask=fw.make_array(LIVE),
+        engine=engine,
+        **options,
     )
 
 
@@ -58,7 +63,7 @@ def test_rows_without_weights(fw, engine, on_empty, score, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))
     monkeypatch.setattr(streaming, "MAX_NUMBERS_PER_BLOCK", 10)
     out, alpha = attend(fw, score, on_empty, engine, return_weights=True)
-    want = expected(score, on_empty)
+    want = expected_weights(score, on_empty)
     np.testing.assert_allclose(qkv.frameworks.to_numpy(alpha), want, atol=1e-12)
     np.testing.assert_allclose(qkv.frameworks.to_numpy(out), want @ VALUE, atol=1e-12)
 
@@ -72,9 +77,12 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, on_empty, monk
     width, along = np.array(2.0), np.ones((4, 2))
 
     def loss(query, width):
-        how = {"mask": fw.make_array(LIVE), "engine": engine}
-        how |= {"score": scores.Epanechnikov(width), "weighting": weightings.Normalized(on_empty)}
-        out = qkv.attend(query, fw.make_array(KEY), fw.make_array(VALUE), **how)
+        options = {"mask": fw.make_array(LIVE), "engine": engine}
+        options |= {
+            "score": scores.Epanechnikov(width),
+            "weighting": weightings.Normalized(on_empty),
+        }
+        out = qkv.attend(query, fw.make_array(KEY), fw.make_array(VALUE), **options)
         return qkv.frameworks.get_framework(out).xp.sum(out * fw.make_array(along))
 
     dq, dwidth = fw.compute_gradients(loss, [fw.make_array(QUERY), fw.make_array(width)])
@@ -92,16 +100,19 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, on_empty, monk
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
     monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
-    found = []
+    actual = []
     for on_empty in ("nan", "zero"):
 
         def loss(*arrays, on_empty=on_empty):
-            how = {"score": scores.Epanechnikov(2.0), "weighting": weightings.Normalized(on_empty)}
-            out = qkv.attend(*arrays, mask=fw.make_array(LIVE), engine=engine, **how)
+            options = {
+                "score": scores.Epanechnikov(2.0),
+                "weighting": weightings.Normalized(on_empty),
+            }
+            out = qkv.attend(*arrays, mask=fw.make_array(LIVE), engine=engine, **options)
             return qkv.frameworks.get_framework(out).xp.sum(out[:1, :])
 
-        found.append(fw.compute_gradients(loss, [fw.make_array(x) for x in (QUERY, KEY, VALUE)]))
-    for got, want in zip(*found, strict=True):
+        actual.append(fw.compute_gradients(loss, [fw.make_array(x) for x in (QUERY, KEY, VALUE)]))
+    for got, want in zip(*actual, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
@@ -136,13 +147,13 @@ def test_raise_says_that_a_trace_has_no_numbers():
 
 
 def test_it_says_what_it_refuses():
-    how = weightings.Normalized("nearest")
-    assert how.incompatible_reason(scores.Boxcar(), biased=False) is None
-    assert "can be negative" in how.incompatible_reason(scores.Dot(), biased=False)
-    assert "boolean mask" in how.incompatible_reason(scores.Boxcar(), biased=True)
-    assert "distance" in how.incompatible_reason(scores.Constant(), biased=False)
+    weighting = weightings.Normalized("nearest")
+    assert weighting.incompatible_reason(scores.Boxcar(), biased=False) is None
+    assert "can be negative" in weighting.incompatible_reason(scores.Dot(), biased=False)
+    assert "boolean mask" in weighting.incompatible_reason(scores.Boxcar(), biased=True)
+    assert "distance" in weighting.incompatible_reason(scores.Constant(), biased=False)
     with pytest.raises(CombinationError, match=r"distance.*Constant"):
-        qkv.attend(QUERY, KEY, VALUE, score="constant", weighting=how)
+        qkv.attend(QUERY, KEY, VALUE, score="constant", weighting=weighting)
 
 
 @pytest.mark.parametrize(("dtype", "within"), [("float32", 2e-6), ("float64", 1e-14)])

@@ -14,13 +14,13 @@ def test_the_temperature_s_gradient_does_not_meet_dead_scores():
     torch = pytest.importorskip("torch")
     s = torch.tensor([[1.0, 2.0, float("nan")], [0.5, -1.0, -float("inf")]])
     live, along = torch.tensor([[True, True, False]]), torch.tensor([1.0, -2.0, 3.0])
-    found = []
+    result = []
     for scores, alive in ((s, live), (s[:, :2], live[:, :2])):
         t = torch.tensor(0.7, requires_grad=True)
         alpha = weightings.Softmax(t)(scores, alive)
         (alpha * along[: alpha.shape[1]]).sum().backward()
-        found.append(float(t.grad))
-    assert np.isfinite(found[0]) and abs(found[0] - found[1]) < 1e-6
+        result.append(float(t.grad))
+    assert np.isfinite(result[0]) and abs(result[0] - result[1]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_more_keys_than_there_are_take_no_memory(framework, engine):
         x = np.random.default_rng(m).normal(size=(m, 4)).astype("float32")
         live = np.tri(m, dtype=bool)
         for mask in (None, live):
-            how = {"engine": engine, "mask": None if mask is None else make(mask)}
-            found = qkv.attend(*3 * (make(x),), weighting=every, **how)
-            np.testing.assert_allclose(found, qkv.attend(x, x, x, mask=mask), 1e-5, 1e-6)
+            options = {"engine": engine, "mask": None if mask is None else make(mask)}
+            result = qkv.attend(*3 * (make(x),), weighting=every, **options)
+            np.testing.assert_allclose(result, qkv.attend(x, x, x, mask=mask), 1e-5, 1e-6)
     np.testing.assert_allclose(every(make(x)), weightings.Softmax()(x), 1e-5)
 
 
@@ -87,13 +87,13 @@ def test_weights_without_a_slope_of_their_own_have_their_gradient_whole(base):
         def weights(self, scores, live, k):
             return scores * scores
 
-        def block_weights(self, scores, live, k, found):
+        def block_weights(self, scores, live, k, result):
             return self.weights(scores, live, k)
 
     x = torch.randn(600, 4, dtype=torch.float64, requires_grad=True)
-    found = torch.autograd.grad(qkv.attend(x, x, x, weighting=Squared()).sum(), x)[0]
+    actual = torch.autograd.grad(qkv.attend(x, x, x, weighting=Squared()).sum(), x)[0]
     want = torch.autograd.grad(((x @ x.T / 2) ** 2 @ x).sum(), x)[0]
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(actual, want)
     out = qkv.Database(np.eye(3), np.eye(3)).attend(torch.eye(3, requires_grad=True), score="dot",
                                                   weighting=Squared())  # fmt: skip
     with pytest.raises(CombinationError, match=r"Squared has no `score_gradient`.*define it"):
@@ -108,8 +108,8 @@ def test_a_weight_of_its_own_score_alone_may_be_written_anew():
             return 2 * super().weights(scores, live, k)
 
     x = np.random.default_rng(0).normal(size=(300, 4))
-    found = qkv.attend(x, x, x, weighting=Doubled(), engine="streaming")
-    np.testing.assert_allclose(found, 2 * qkv.attend(x, x, x, weighting="raw"))
+    result = qkv.attend(x, x, x, weighting=Doubled(), engine="streaming")
+    np.testing.assert_allclose(result, 2 * qkv.attend(x, x, x, weighting="raw"))
 
 
 def test_other_weights_with_the_gradient_of_another_are_refused():

@@ -1,10 +1,10 @@
 /** The controls for encoder, score and weighting, with a slider for the number that each may have. */
 
-import { h, labelled, put, select } from "../dom";
-import { type Like, SCORES, WEIGHTINGS, encoders } from "../equation";
-import { rounded } from "../numbers";
-import { slider } from "../slider";
-import { type Outcome, PYTHON, type State } from "./state";
+import { h, createField, replaceChildren, createSelect } from "../dom";
+import { type NameOrSettings, SCORES, WEIGHTINGS, encoders } from "../equation";
+import { formatRounded } from "../numbers";
+import { createSlider } from "../slider";
+import { type Outcome, PYTHON_ENCODERS, type State } from "./state";
 
 const ENCODERS: Record<string, string> = {
   characters: "letters",
@@ -16,9 +16,9 @@ const ENCODERS: Record<string, string> = {
   words: "meaning of words",
   sentences: "meaning (MiniLM)",
 };
-const OWN = "own";
+const DEFAULT_SCORE = "own";
 /** The setting that the slider changes, its range, and its start if that is not the default. */
-const NUMBERS: Record<string, { setting: string; label: string; low: number; high: number; start?: number }> = {
+const SLIDERS: Record<string, { setting: string; label: string; low: number; high: number; start?: number }> = {
   scaled_dot: { setting: "scale", label: "Scale τ", low: 0.1, high: 100, start: 10 },
   cosine: { setting: "temperature", label: "Temperature τ", low: 0.01, high: 10 },
   gaussian: { setting: "bandwidth", label: "Bandwidth σ", low: 0.01, high: 10 },
@@ -32,12 +32,12 @@ const NUMBERS: Record<string, { setting: string; label: string; low: number; hig
 };
 
 /** Scores that change if all keys and queries are shifted. */
-const MOVED = ["dot", "scaled_dot", "cosine", "multiplicative", "additive", "gated"];
+const SHIFT_SENSITIVE_SCORES = ["dot", "scaled_dot", "cosine", "multiplicative", "additive", "gated"];
 
 const KINDS: Record<string, { settings: Record<string, unknown> }> = { ...SCORES, ...WEIGHTINGS };
 
-const nameOf = (like: Like) => (typeof like === "string" ? like : like.name);
-const setting = (like: Like, name: string) => (typeof like === "string" ? undefined : like[name]);
+const getName = (spec: NameOrSettings) => (typeof spec === "string" ? spec : spec.name);
+const getSetting = (spec: NameOrSettings, name: string) => (typeof spec === "string" ? undefined : spec[name]);
 
 export interface Choices {
   element: HTMLElement;
@@ -47,98 +47,98 @@ export interface Choices {
   show(outcome: Outcome | null): void;
 }
 
-export function choices(state: State, changed: () => void): Choices {
+export function createChoices(state: State, onChange: () => void): Choices {
   const element = h("div", { class: "controls" });
   const formulas = h("div", { class: "formulas", test: "formulas" });
 
-  const number = (like: Like, test: string, own: number | undefined, set: (like: Like) => void) => {
-    const name = nameOf(like);
-    const about = NUMBERS[name];
-    if (!about) return null;
-    const chosenSetting = setting(like, about.setting);
-    const start = typeof chosenSetting === "number" ? chosenSetting : (own ?? about.start ?? Number(KINDS[name].settings[about.setting]));
-    const made = slider({
-      label: about.label,
+  const createSettingSlider = (spec: NameOrSettings, test: string, defaultValue: number | undefined, setSpec: (spec: NameOrSettings) => void) => {
+    const name = getName(spec);
+    const sliderInfo = SLIDERS[name];
+    if (!sliderInfo) return null;
+    const chosenSetting = getSetting(spec, sliderInfo.setting);
+    const start = typeof chosenSetting === "number" ? chosenSetting : (defaultValue ?? sliderInfo.start ?? Number(KINDS[name].settings[sliderInfo.setting]));
+    const settingSlider = createSlider({
+      label: sliderInfo.label,
       // The range includes the start value, whatever its units.
-      range: { low: name === "topk" ? 1 : Math.min(about.low, start / 10), high: Math.max(about.high, start * 10) },
+      range: { low: name === "topk" ? 1 : Math.min(sliderInfo.low, start / 10), high: Math.max(sliderInfo.high, start * 10) },
       value: start,
-      log: name !== "topk",
-      whole: name === "topk",
+      isLogarithmic: name !== "topk",
+      isInteger: name === "topk",
       test,
-      change(x) {
-        set({ ...(typeof like === "string" ? { name } : like), [about.setting]: x });
-        changed();
+      onChange(x) {
+        setSpec({ ...(typeof spec === "string" ? { name } : spec), [sliderInfo.setting]: x });
+        onChange();
       },
     });
-    if (typeof chosenSetting !== "number" && (own === undefined || name !== "scaled_dot")) set({ name, [about.setting]: start });
-    return made.element;
+    if (typeof chosenSetting !== "number" && (defaultValue === undefined || name !== "scaled_dot")) setSpec({ name, [sliderInfo.setting]: start });
+    return settingSlider.element;
   };
 
   /** The default bandwidth of the encoder for numbers, in the units of the keys. */
-  const unitOf = (): number | undefined => {
+  const getDefaultBandwidth = (): number | undefined => {
     try {
-      const keys = state.table().map((row) => row.key);
+      const keys = state.getRows().map((row) => row.key);
       if (state.encoder !== "numbers") return undefined;
-      const found = encoders.fit("numbers", keys).score(keys.length).bandwidth;
-      return typeof found === "number" ? Number(found.toPrecision(3)) : undefined;
+      const bandwidth = encoders.fit("numbers", keys).defaultScore(keys.length).bandwidth;
+      return typeof bandwidth === "number" ? Number(bandwidth.toPrecision(3)) : undefined;
     } catch {
       return undefined;
     }
   };
 
   const draw = () => {
-    const numeric = state.table().every((row) => typeof row.key === "number");
-    const here = encoders.NAMES.filter((name) =>
-      name === "numbers" ? numeric : name === "arrays" ? state.encoder === "arrays" : true,
+    const hasNumericKeys = state.getRows().every((row) => typeof row.key === "number");
+    const pageEncoders = encoders.NAMES.filter((name) =>
+      name === "numbers" ? hasNumericKeys : name === "arrays" ? state.encoder === "arrays" : true,
     );
-    const python = state.backend && !numeric ? PYTHON : [];
-    const all = new Set([...(state.given ? [state.given] : []), ...python, ...here, state.encoder]);
-    const scoreName = state.score === null ? OWN : nameOf(state.score);
-    const own = (name: string) => (["gaussian", "laplace", "boxcar", "triangular", "epanechnikov"].includes(name) ? unitOf() : undefined);
+    const pythonEncoders = state.backend && !hasNumericKeys ? PYTHON_ENCODERS : [];
+    const encoderNames = new Set([...(state.pythonEncoder ? [state.pythonEncoder] : []), ...pythonEncoders, ...pageEncoders, state.encoder]);
+    const scoreName = state.score === null ? DEFAULT_SCORE : getName(state.score);
+    const getDefaultSetting = (name: string) => (["gaussian", "laplace", "boxcar", "triangular", "epanechnikov"].includes(name) ? getDefaultBandwidth() : undefined);
     const scoreNumber =
       state.score === null
         ? null
-        : number(state.score, "score-setting", own(scoreName), (like) => {
-            state.score = like;
+        : createSettingSlider(state.score, "score-setting", getDefaultSetting(scoreName), (spec) => {
+            state.score = spec;
           });
-    const weightingNumber = number(state.weighting, "temperature", undefined, (like) => {
-      state.weighting = like;
+    const weightingNumber = createSettingSlider(state.weighting, "temperature", undefined, (spec) => {
+      state.weighting = spec;
     });
     // Scores with learned arrays cannot be chosen by name.
-    const plain = Object.keys(SCORES).filter((name) => !["multiplicative", "additive", "gated"].includes(name));
-    const scores = new Map([...plain.map((name): [string, string] => [name, SCORES[name].title]), ...state.registered("scores")]);
+    const scoreNames = Object.keys(SCORES).filter((name) => !["multiplicative", "additive", "gated"].includes(name));
+    const scores = new Map([...scoreNames.map((name): [string, string] => [name, SCORES[name].title]), ...state.listRegistered("scores")]);
     if (state.score && !scores.has(scoreName)) scores.set(scoreName, SCORES[scoreName]?.title ?? scoreName);
     const weightings = new Map([
       ...Object.entries(WEIGHTINGS).map(([name, { title }]): [string, string] => [name, title]),
-      ...state.registered("weightings"),
+      ...state.listRegistered("weightings"),
     ]);
-    const weightingName = nameOf(state.weighting);
+    const weightingName = getName(state.weighting);
     if (!weightings.has(weightingName)) weightings.set(weightingName, weightingName);
     const redraw = (test: string) => {
       draw();
       element.querySelector<HTMLElement>(`[data-testid="${test}"]`)?.focus();
-      changed();
+      onChange();
     };
-    put(
+    replaceChildren(
       element,
-      labelled(
+      createField(
         "Encoder",
-        select([...all].map((name) => [name, ENCODERS[name] ?? name]), state.encoder, (name) => {
+        createSelect([...encoderNames].map((name) => [name, ENCODERS[name] ?? name]), state.encoder, (name) => {
           state.encoder = name;
           redraw("encoder");
         }, { test: "encoder" }),
       ),
-      labelled(
+      createField(
         "Score a(q, k)",
-        select([[OWN, "encoder’s default"], ...scores], scoreName, (name) => {
-          state.score = name === OWN ? null : name;
+        createSelect([[DEFAULT_SCORE, "encoder’s default"], ...scores], scoreName, (name) => {
+          state.score = name === DEFAULT_SCORE ? null : name;
           redraw("score");
         }, { test: "score" }),
       ),
       scoreNumber,
-      labelled(
+      createField(
         "Weighting α",
-        select([...weightings], weightingName, (name) => {
+        createSelect([...weightings], weightingName, (name) => {
           state.weighting = name;
           redraw("weighting");
         }, { test: "weighting" }),
@@ -152,21 +152,21 @@ export function choices(state: State, changed: () => void): Choices {
     formulas,
     draw,
     show(outcome) {
-      if (!outcome) return put(formulas);
-      const used = outcome.soft.score;
-      const score = SCORES[nameOf(used)];
-      const weighting = WEIGHTINGS[nameOf(state.weighting)];
-      const numbers = typeof used === "string" ? [] : Object.entries(used).filter(([, x]) => typeof x === "number");
-      const scaled = nameOf(used) === "scaled_dot" && typeof setting(used, "scale") === "number";
-      const formula = scaled ? "s = τ qᵀk" : score?.formula ?? (nameOf(used) && `s = ${nameOf(used)}(q, k)`);
-      const symbol = NUMBERS[nameOf(used)];
-      const named = numbers.map(([name, x]) => `${name === symbol?.setting ? symbol.label.split(" ").at(-1) : name} = ${rounded(x as number)}`);
-      if (outcome.encoder === "numbers" && MOVED.includes(nameOf(used))) named.push("q and k minus the mean of the keys");
-      put(
+      if (!outcome) return replaceChildren(formulas);
+      const usedScore = outcome.soft.score;
+      const score = SCORES[getName(usedScore)];
+      const weighting = WEIGHTINGS[getName(state.weighting)];
+      const numbers = typeof usedScore === "string" ? [] : Object.entries(usedScore).filter(([, x]) => typeof x === "number");
+      const usesScale = getName(usedScore) === "scaled_dot" && typeof getSetting(usedScore, "scale") === "number";
+      const formula = usesScale ? "s = τ qᵀk" : score?.formula ?? (getName(usedScore) && `s = ${getName(usedScore)}(q, k)`);
+      const sliderInfo = SLIDERS[getName(usedScore)];
+      const settingTexts = numbers.map(([name, x]) => `${name === sliderInfo?.setting ? sliderInfo.label.split(" ").at(-1) : name} = ${formatRounded(x as number)}`);
+      if (outcome.encoder === "numbers" && SHIFT_SENSITIVE_SCORES.includes(getName(usedScore))) settingTexts.push("q and k minus the mean of the keys");
+      replaceChildren(
         formulas,
-        h("span", {}, formula + (named.length ? `,  ${named.join(", ")}` : "")),
+        h("span", {}, formula + (settingTexts.length ? `,  ${settingTexts.join(", ")}` : "")),
         h("span", { "aria-hidden": "true" }, "→"),
-        h("span", {}, weighting?.formula ?? `α = ${nameOf(state.weighting)}(s)`),
+        h("span", {}, weighting?.formula ?? `α = ${getName(state.weighting)}(s)`),
         h("span", { "aria-hidden": "true" }, "→"),
         h("span", {}, outcome.soft.values.length ? "the value with the most weight" : "Σᵢ αᵢ vᵢ"),
       );

@@ -1,9 +1,9 @@
 /** The answer of a database to one query: the same as Database.ask in Python. */
 
-import { type Attended, effective, entropy, paired, pool, weigh } from "./attend";
-import { type Encoder, type Key, fit, suits } from "./encoders";
-import type { Like, Vector } from "./scores";
-import { type Weighting, computedWeighting, resolve as weightingOf } from "./weightings";
+import { type AttentionResult, computeEffectiveRows, computeEntropy, resolvePair, poolValues, attendScores } from "./attend";
+import { type Encoder, type Key, fit, suggestEncoder } from "./encoders";
+import type { NameOrSettings, Vector } from "./scores";
+import { type Weighting, computedWeighting, resolveWeighting } from "./weightings";
 
 export interface Row {
   key: Key;
@@ -14,17 +14,17 @@ export interface Row {
 export interface Computed {
   scores: Float64Array;
   weights: Float64Array;
-  convex: boolean;
-  sparse: boolean;
+  isConvex: boolean;
+  isSparse: boolean;
 }
 
-export interface Asking {
+export interface AskOptions {
   /** A name, or a fitted encoder. */
   encoder?: string | Encoder;
   /** Vectors from Python, used instead of an encoder. */
-  vectors?: { keys: Vector[]; query: Vector; score: Like };
-  score?: Like | null;
-  weighting?: Like;
+  vectors?: { keys: Vector[]; query: Vector; score: NameOrSettings };
+  score?: NameOrSettings | null;
+  weighting?: NameOrSettings;
   /** Python's numbers, used instead of the page's own. A weighting of `hard` uses only the scores. */
   computed?: Computed | null;
   top?: number;
@@ -32,7 +32,7 @@ export interface Asking {
   columns?: string[] | null;
 }
 
-export interface Answer extends Attended {
+export interface Answer extends AttentionResult {
   query: Key;
   /** Σᵢ αᵢ vᵢ for numbers, vectors and records of `columns`; else the value with the most weight; null without weights. */
   pooled: unknown;
@@ -46,8 +46,8 @@ export interface Answer extends Attended {
   total: number;
   missing: number;
   /** Whether the weights sum to 1; those of `raw` and `sigmoid` do not. */
-  shares: boolean;
-  score: Like;
+  isNormalized: boolean;
+  score: NameOrSettings;
 }
 
 const isMissing = (x: unknown) => x === null || x === undefined || (typeof x === "number" && Number.isNaN(x));
@@ -55,91 +55,91 @@ const isRecord = (x: unknown) => typeof x === "object" && x !== null && !Array.i
 const isVector = (x: unknown) => Array.isArray(x) && x.length > 0 && x.every((y) => typeof y === "number");
 
 /** Values as vectors; null if they cannot be pooled. */
-function vectors(values: unknown[], live: boolean[], columns: string[] | null): Vector[] | null {
-  const some = values.filter((_, i) => live[i]);
+function toVectors(values: unknown[], live: boolean[], columns: string[] | null): Vector[] | null {
+  const present = values.filter((_, i) => live[i]);
   if (columns) return values.map((x, i) => columns.map((name) => (live[i] ? (x as any)[name] : NaN)));
-  if (some.every((x) => typeof x === "number")) return values.map((x, i) => [live[i] ? (x as number) : NaN]);
-  if (some.every(isVector)) return values.map((x) => (x ?? []) as Vector);
+  if (present.every((x) => typeof x === "number")) return values.map((x, i) => [live[i] ? (x as number) : NaN]);
+  if (present.every(isVector)) return values.map((x) => (x ?? []) as Vector);
   return null;
 }
 
 /** The rows that have a value. A record that is pooled needs a value in each of its columns. */
-export function liveRows(rows: Row[], columns?: string[] | null): boolean[] {
-  const pooled = pooledColumns(rows, columns);
+export function findLiveRows(rows: Row[], columns?: string[] | null): boolean[] {
+  const pooled = listPooledColumns(rows, columns);
   return rows.map(({ value }) => !isMissing(value) && !pooled?.some((name) => isMissing((value as any)[name])));
 }
 
-function pooledColumns(rows: Row[], columns?: string[] | null): string[] | null {
+function listPooledColumns(rows: Row[], columns?: string[] | null): string[] | null {
   return columns && rows.every((row) => isRecord(row.value) || isMissing(row.value)) ? columns : null;
 }
 
-export function ask(rows: Row[], query: Key, how: Asking = {}): Answer {
+export function ask(rows: Row[], query: Key, options: AskOptions = {}): Answer {
   if (!rows.length) throw new RangeError("The database is empty: add rows first.");
   const keys = rows.map((row) => row.key);
-  const { vectors: given, computed } = how;
+  const { vectors: precomputed, computed } = options;
   let encoder: Encoder | null = null;
-  if (!given && !computed) {
-    encoder = typeof how.encoder === "object" ? how.encoder : fit(how.encoder ?? suits(keys), keys);
+  if (!precomputed && !computed) {
+    encoder = typeof options.encoder === "object" ? options.encoder : fit(options.encoder ?? suggestEncoder(keys), keys);
   }
-  const chosen = how.score ?? given?.score ?? encoder?.score(rows.length) ?? "";
+  const chosenScore = options.score ?? precomputed?.score ?? encoder?.defaultScore(rows.length) ?? "";
   let scores: Float64Array;
   let weighting: Weighting;
   if (computed) {
     scores = computed.scores;
-    weighting = how.weighting === "hard" ? weightingOf("hard") : computedWeighting(computed.weights, computed.convex, computed.sparse);
+    weighting = options.weighting === "hard" ? resolveWeighting("hard") : computedWeighting(computed.weights, computed.isConvex, computed.isSparse);
   } else {
-    const pair = paired({ score: chosen, weighting: how.weighting });
+    const pair = resolvePair({ score: chosenScore, weighting: options.weighting });
     weighting = pair.weighting;
     if (pair.score.comparesKeys) scores = Float64Array.from(keys, (key) => Number(key === query));
     else {
-      const code = given ? given.query : encoder!.query([query])[0];
-      scores = Float64Array.from(given ? given.keys : encoder!.encode(keys), (key) => pair.score.at(code, key));
+      const queryVector = precomputed ? precomputed.query : encoder!.encodeQueries([query])[0];
+      scores = Float64Array.from(precomputed ? precomputed.keys : encoder!.encode(keys), (key) => pair.score.compute(queryVector, key));
     }
   }
-  const columns = pooledColumns(rows, how.columns);
-  const live = liveRows(rows, columns);
-  const values = vectors(rows.map((row) => row.value), live, columns);
-  const found = weigh(scores, values, weighting, live);
-  const { weights } = found;
-  const size = weighting.convex ? weights : weights.map(Math.abs);
+  const columns = listPooledColumns(rows, options.columns);
+  const live = findLiveRows(rows, columns);
+  const values = toVectors(rows.map((row) => row.value), live, columns);
+  const attended = attendScores(scores, values, weighting, live);
+  const { weights } = attended;
+  const magnitudes = weighting.isConvex ? weights : weights.map(Math.abs);
   const order = Array.from(keys.keys())
-    .filter((i) => size[i] > 0)
-    .sort((i, j) => size[j] - size[i] || i - j);
+    .filter((i) => magnitudes[i] > 0)
+    .sort((i, j) => magnitudes[j] - magnitudes[i] || i - j);
   const heaviest = order.map((i) => ({ key: keys[i], value: rows[i].value, weight: weights[i], index: i }));
   const answer: Answer = {
-    ...found,
+    ...attended,
     query,
     pooled: null,
-    rows: heaviest.slice(0, how.top ?? 5),
+    rows: heaviest.slice(0, options.top ?? 5),
     values: [],
     spread: null,
     total: live.filter(Boolean).length,
     missing: live.filter((x) => !x).length,
-    entropy: entropy(weights),
-    effective: effective(weights),
-    shares: weighting.convex,
-    score: chosen,
+    entropy: computeEntropy(weights),
+    effective: computeEffectiveRows(weights),
+    isNormalized: weighting.isConvex,
+    score: chosenScore,
   };
-  if (values && (order.length || found.value!.some(Number.isNaN))) {
-    let out = pool(weights, values, true, live);
-    const mass = weights.reduce((a, b) => a + b, 0);
-    if (weighting.convex && mass > 0) out = out.map((x) => x / mass);
+  if (values && (order.length || attended.value!.some(Number.isNaN))) {
+    let out = poolValues(weights, values, true, live);
+    const weightSum = weights.reduce((a, b) => a + b, 0);
+    if (weighting.isConvex && weightSum > 0) out = out.map((x) => x / weightSum);
     answer.value = out;
-    const plain = rows.some((row) => typeof row.value === "number");
-    answer.pooled = columns ? Object.fromEntries(columns.map((name, j) => [name, out[j]])) : plain ? out[0] : out;
-    if (plain) {
+    const isNumeric = rows.some((row) => typeof row.value === "number");
+    answer.pooled = columns ? Object.fromEntries(columns.map((name, j) => [name, out[j]])) : isNumeric ? out[0] : out;
+    if (isNumeric) {
       const square = order.reduce((sum, i) => sum + weights[i] * (values[i][0] - out[0]) ** 2, 0);
       answer.spread = Math.sqrt(Math.max(square, 0));
     }
   } else if (!values && order.length) {
-    const shares = new Map<string, { value: unknown; weight: number }>();
+    const weightByValue = new Map<string, { value: unknown; weight: number }>();
     for (const { value, weight } of heaviest) {
-      const mark = JSON.stringify(value);
-      const share = shares.get(mark) ?? { value, weight: 0 };
-      share.weight += weight;
-      shares.set(mark, share);
+      const text = JSON.stringify(value);
+      const entry = weightByValue.get(text) ?? { value, weight: 0 };
+      entry.weight += weight;
+      weightByValue.set(text, entry);
     }
-    answer.values = Array.from(shares.values()).sort((a, b) => b.weight - a.weight);
+    answer.values = Array.from(weightByValue.values()).sort((a, b) => b.weight - a.weight);
     answer.pooled = answer.values[0].value;
   }
   return answer;

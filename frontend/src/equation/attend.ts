@@ -1,15 +1,15 @@
 /** Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with scores, weights and entropy. */
 
-import { type Like, type Score, type Vector, resolve as scoreOf } from "./scores";
-import { type Live, type Weighting, resolve as weightingOf } from "./weightings";
+import { type NameOrSettings, type Score, type Vector, resolveScore } from "./scores";
+import { type Live, type Weighting, resolveWeighting } from "./weightings";
 
-export interface How {
-  score?: Like;
-  weighting?: Like;
+export interface AttendOptions {
+  score?: NameOrSettings;
+  weighting?: NameOrSettings;
   live?: Live;
 }
 
-export interface Attended {
+export interface AttentionResult {
   scores: Float64Array;
   weights: Float64Array;
   /** Σᵢ αᵢ vᵢ; null without values. */
@@ -22,74 +22,74 @@ export interface Attended {
   lse: number | null;
 }
 
-export function entropy(weights: Vector): number {
-  let [sum, along] = [0, 0];
+export function computeEntropy(weights: Vector): number {
+  let [sum, weightedLogSum] = [0, 0];
   for (let i = 0; i < weights.length; i++) {
     const size = Math.abs(weights[i]);
     sum += size;
-    along += size * Math.log(size || 1);
+    weightedLogSum += size * Math.log(size || 1);
   }
   if (!sum) return 0; // no weight, or NaN
-  return Math.max(Math.log(sum) - along / sum, 0) || 0;
+  return Math.max(Math.log(sum) - weightedLogSum / sum, 0) || 0;
 }
 
-export function effective(weights: Vector): number {
+export function computeEffectiveRows(weights: Vector): number {
   for (let i = 0; i < weights.length; i++) {
-    if (Math.abs(weights[i]) > 0) return Math.exp(entropy(weights));
+    if (Math.abs(weights[i]) > 0) return Math.exp(computeEntropy(weights));
   }
   return 0;
 }
 
-/** Σᵢ αᵢ vᵢ; with `sparse`, values of weight 0 are skipped, so that their NaN has no effect. */
-export function pool(weights: Vector, values: Vector[], sparse: boolean, live: Live = null): Float64Array {
+/** Σᵢ αᵢ vᵢ; with `isSparse`, values of weight 0 are skipped, so that their NaN has no effect. */
+export function poolValues(weights: Vector, values: Vector[], isSparse: boolean, live: Live = null): Float64Array {
   const out = new Float64Array(values[0]?.length ?? 0);
   for (let i = 0; i < weights.length; i++) {
-    if ((sparse && weights[i] === 0) || (live && !live[i])) continue;
+    if ((isSparse && weights[i] === 0) || (live && !live[i])) continue;
     for (let j = 0; j < out.length; j++) out[j] += weights[i] * values[i][j];
   }
   return out;
 }
 
 /** The score and the weighting; throws an error if they cannot be combined. */
-export function paired(how: How): { score: Score; weighting: Weighting } {
-  const score = scoreOf(how.score ?? "scaled_dot");
-  const weighting = weightingOf(how.weighting ?? "softmax");
-  const reason = weighting.refuses(score);
+export function resolvePair(options: AttendOptions): { score: Score; weighting: Weighting } {
+  const score = resolveScore(options.score ?? "scaled_dot");
+  const weighting = resolveWeighting(options.weighting ?? "softmax");
+  const reason = weighting.refusalReason(score);
   if (reason) throw new RangeError(reason);
   const nearest = weighting.name === "normalized" && weighting.settings.on_empty === "nearest";
-  if (nearest && score.closeness) score.at = score.closeness;
+  if (nearest && score.closeness) score.compute = score.closeness;
   return { score, weighting };
 }
 
 /** Weights, value and entropy of given scores. */
-export function weigh(
+export function attendScores(
   scores: Float64Array,
   values: Vector[] | null,
   weighting: Weighting,
   live: Live = null,
-): Attended {
+): AttentionResult {
   const weights = weighting.weights(scores, live);
   return {
     scores,
     weights,
-    value: values && pool(weights, values, weighting.sparse, live),
-    entropy: entropy(weights),
-    effective: effective(weights),
+    value: values && poolValues(weights, values, weighting.isSparse, live),
+    entropy: computeEntropy(weights),
+    effective: computeEffectiveRows(weights),
     lse: weighting.lse(scores, live),
   };
 }
 
 /** One query (d), keys (m, d), values (m, d_v) or null. */
-export function attend(query: Vector, keys: Vector[], values: Vector[] | null = null, how: How = {}): Attended {
-  const { score, weighting } = paired(how);
-  const scores = Float64Array.from(keys, (key) => score.at(query, key));
-  return weigh(scores, values, weighting, how.live);
+export function attend(query: Vector, keys: Vector[], values: Vector[] | null = null, options: AttendOptions = {}): AttentionResult {
+  const { score, weighting } = resolvePair(options);
+  const scores = Float64Array.from(keys, (key) => score.compute(query, key));
+  return attendScores(scores, values, weighting, options.live);
 }
 
 /** α(q, k) of many queries, a row for each. */
-export function weights(queries: Vector[], keys: Vector[], how: How = {}): Float64Array[] {
-  const { score, weighting } = paired(how);
+export function computeWeights(queries: Vector[], keys: Vector[], options: AttendOptions = {}): Float64Array[] {
+  const { score, weighting } = resolvePair(options);
   return queries.map((query) =>
-    weighting.weights(Float64Array.from(keys, (key) => score.at(query, key)), how.live),
+    weighting.weights(Float64Array.from(keys, (key) => score.compute(query, key)), options.live),
   );
 }

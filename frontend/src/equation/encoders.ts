@@ -3,52 +3,52 @@
  * Vectors are rounded to float32, as a database stores them. */
 
 import { blake2b, digest, formatNumber } from "./digest";
-import { characters, words } from "./letters";
-import type { Named, Vector } from "./scores";
+import { encodeCharacters, countWords } from "./letters";
+import type { NamedSettings, Vector } from "./scores";
 
 export type Key = string | number | Vector;
 
 export interface Encoder {
   name: string;
   encode(keys: Key[]): Vector[];
-  query(queries: Key[]): Vector[];
+  encodeQueries(queries: Key[]): Vector[];
   /** The default score for a database of this many rows. */
-  score(rows: number): Named;
+  defaultScore(rows: number): NamedSettings;
 }
 
 /** τ(m) = 8 + 1.6 ln m: the factor between a cosine and a score. */
-export function sharpness(rows: number): number {
+export function computeSharpness(rows: number): number {
   return 8 + 1.6 * Math.log(Math.max(rows, 1));
 }
 
-function text(key: Key): string {
+function formatKey(key: Key): string {
   if (typeof key === "string") return key;
   return typeof key === "number" ? formatNumber(key) : JSON.stringify(Array.from(key));
 }
 
 /** Rounds halves to even, as NumPy does. */
-function rint(x: number): number {
-  const near = Math.round(x);
-  return near - x === 0.5 && near % 2 !== 0 ? near - 1 : near;
+function roundHalfToEven(x: number): number {
+  const nearest = Math.round(x);
+  return nearest - x === 0.5 && nearest % 2 !== 0 ? nearest - 1 : nearest;
 }
 
 /** The vector of a key as a database stores it: vectors of text have 8 bits per number and a scale. */
-function kept(x: Vector): Float32Array {
+function quantizeVector(x: Vector): Float32Array {
   const largest = Array.from(x).reduce((top, y) => Math.max(top, Math.abs(y)), 0);
   const scale = Math.fround(largest / 127);
   const inverse = Math.fround(1 / (scale || 1));
-  return Float32Array.from(x, (y) => rint(Math.fround(y * inverse)) * scale);
+  return Float32Array.from(x, (y) => roundHalfToEven(Math.fround(y * inverse)) * scale);
 }
 
-function alike(name: string, encode: (key: Key) => Vector, score: (rows: number) => Named): Encoder {
-  const all = (keys: Key[]) => keys.map(encode);
-  return { name, encode: all, query: all, score };
+function createSymmetricEncoder(name: string, encode: (key: Key) => Vector, defaultScore: (rows: number) => NamedSettings): Encoder {
+  const encodeAll = (keys: Key[]) => keys.map(encode);
+  return { name, encode: encodeAll, encodeQueries: encodeAll, defaultScore };
 }
 
 const DATE = /^(\d{4}-\d\d-\d\d|\d\d:\d\d)/;
 
 /** Days since the year 1 of a date in ISO text, with the time as a fraction; in UTC if it has a zone. */
-function days(text: string): number {
+function parseDays(text: string): number {
   if (!DATE.test(text)) return NaN; // JavaScript also accepts a year alone
   const moment = /^\d\d:/.test(text) ? `0001-01-01T${text}` : text;
   const utc = /^[^T]*$|(Z|[+-]\d\d:\d\d)$/.test(moment) ? moment : `${moment}Z`;
@@ -58,35 +58,35 @@ function days(text: string): number {
 }
 
 /** x = key − mean, compared by the Gaussian with the bandwidth of Scott's rule in each column. */
-function numbers(keys: Key[]): Encoder {
-  const dated = keys.some((key) => typeof key === "string" && DATE.test(key));
-  const kind = dated ? "date" : "number";
-  const asked = dated ? `date such as ${Array.isArray(keys[0]) ? keys[0].find((part) => typeof part === "string") : keys[0]}` : "number, as the column is";
-  const row = (key: Key, refusal: (part: unknown) => string): number[] => {
+function createNumbersEncoder(keys: Key[]): Encoder {
+  const isDate = keys.some((key) => typeof key === "string" && DATE.test(key));
+  const kind = isDate ? "date" : "number";
+  const expected = isDate ? `date such as ${Array.isArray(keys[0]) ? keys[0].find((part) => typeof part === "string") : keys[0]}` : "number, as the column is";
+  const parseRow = (key: Key, formatRefusal: (part: unknown) => string): number[] => {
     const parts = typeof key === "object" ? Array.from(key) : [key];
     return parts.map((part) => {
-      const x = typeof part === "number" ? part : part.trim() === "" ? NaN : dated ? days(part.trim()) : Number(part);
-      if (!Number.isFinite(x)) throw new TypeError(refusal(part));
+      const x = typeof part === "number" ? part : part.trim() === "" ? NaN : isDate ? parseDays(part.trim()) : Number(part);
+      if (!Number.isFinite(x)) throw new TypeError(formatRefusal(part));
       return x;
     });
   };
-  const among = (i: number) => (part: unknown) => `key ${i} must be a ${kind}, not ${part}: leave that row out`;
-  const rows = keys.map((key, i) => row(key, among(i)));
+  const formatKeyRefusal = (i: number) => (part: unknown) => `key ${i} must be a ${kind}, not ${part}: leave that row out`;
+  const rows = keys.map((key, i) => parseRow(key, formatKeyRefusal(i)));
   if (!rows.length) throw new RangeError("numbers needs at least one key to learn its units from");
   const columns = rows[0].map((_, j) => rows.map((x) => x[j]));
   const mean = columns.map((column) => column.reduce((a, b) => a + b, 0) / column.length);
   const spread = columns.map((column, j) => {
-    const found = Math.sqrt(column.reduce((a, x) => a + (x - mean[j]) ** 2, 0) / column.length);
-    return found > 0 ? found : 1; // a single value has no spread
+    const deviation = Math.sqrt(column.reduce((a, x) => a + (x - mean[j]) ** 2, 0) / column.length);
+    return deviation > 0 ? deviation : 1; // a single value has no spread
   });
   const unit = spread.map((x) => (x > 1e-30 && x < 1e30 ? 1 : x));
   const relativeSpread = spread.map((x, j) => x / unit[j]);
-  const code = (numbers: number[]) => Float32Array.from(numbers, (x, j) => (x - mean[j]) / unit[j]);
+  const encodeRow = (numbers: number[]) => Float32Array.from(numbers, (x, j) => (x - mean[j]) / unit[j]);
   return {
     name: "numbers",
-    encode: (some) => some.map((key, i) => code(row(key, among(i)))),
-    query: (some) => some.map((key) => code(row(key, (part) => `the query must be a ${asked}, not '${part}'`))),
-    score(count) {
+    encode: (newKeys) => newKeys.map((key, i) => encodeRow(parseRow(key, formatKeyRefusal(i)))),
+    encodeQueries: (queries) => queries.map((key) => encodeRow(parseRow(key, (part) => `the query must be a ${expected}, not '${part}'`))),
+    defaultScore(count) {
       const scott = Math.max(count, 1) ** (-1 / (relativeSpread.length + 4));
       if (relativeSpread.length === 1) return { name: "gaussian", bandwidth: scott * relativeSpread[0] };
       return { name: "gaussian", bandwidth: Float32Array.from(relativeSpread, (x) => Math.fround(x) * Math.fround(scott)) };
@@ -97,27 +97,27 @@ function numbers(keys: Key[]): Encoder {
 /** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) the count of each word in the key.
  *
  * There is a column for each word of the keys, and a last one for the length of all others. */
-function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
+function createLexicalEncoder(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
   const counts = new Map<number, number>();
-  let all = 0;
+  let totalWords = 0;
   for (const key of keys) {
-    for (const [code, f] of words(text(key))) {
+    for (const [code, f] of countWords(formatKey(key))) {
       counts.set(code, (counts.get(code) ?? 0) + 1);
-      all += f;
+      totalWords += f;
     }
   }
   const m = Math.max(keys.length, 1);
-  const mean = Math.max(all / m, 1);
+  const mean = Math.max(totalWords / m, 1);
   const idf = (count: number) => Math.log1p((m - count + 0.5) / (count + 0.5));
-  let usual = 0;
-  for (const count of counts.values()) usual += (count * idf(count)) / m;
-  const sum = (of: Map<number, number>, by: (code: number) => number) =>
-    Array.from(of).reduce((total, [code, f]) => total + f * by(code), 0);
+  let meanIdf = 0;
+  for (const count of counts.values()) meanIdf += (count * idf(count)) / m;
+  const sumOver = (wordCounts: Map<number, number>, weightOf: (code: number) => number) =>
+    Array.from(wordCounts).reduce((total, [code, f]) => total + f * weightOf(code), 0);
   const column = new Map(Array.from(counts.keys()).sort((one, two) => one - two).map((code, i) => [code, i]));
-  const laid = (found: [number, number][]) => {
+  const toVector = (entries: [number, number][]) => {
     const out = new Float32Array(column.size + 1);
     let rest = 0;
-    for (const [code, x] of found) {
+    for (const [code, x] of entries) {
       if (column.has(code)) out[column.get(code)!] = x;
       else rest += x * x;
     }
@@ -126,64 +126,64 @@ function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
   };
   return {
     name: "lexical",
-    encode: (some) =>
-      some.map((key) => {
-        const found = words(text(key));
-        const long = sum(found, () => 1) / mean;
-        const weight = (f: number) => (f * (k1 + 1)) / (f + k1 * (1 - b + b * long));
-        return laid(Array.from(found, ([code, f]) => [code, weight(f)]));
+    encode: (newKeys) =>
+      newKeys.map((key) => {
+        const wordCounts = countWords(formatKey(key));
+        const relativeLength = sumOver(wordCounts, () => 1) / mean;
+        const computeWeight = (f: number) => (f * (k1 + 1)) / (f + k1 * (1 - b + b * relativeLength));
+        return toVector(Array.from(wordCounts, ([code, f]) => [code, computeWeight(f)]));
       }),
-    query: (some) =>
-      some.map((key) => {
-        const found = words(text(key));
+    encodeQueries: (queries) =>
+      queries.map((key) => {
+        const wordCounts = countWords(formatKey(key));
         // Words that no key has still count in the norm of the query.
-        const total = sum(found, (code) => idf(counts.get(code) ?? 0));
-        const by = 1 / (total + usual || 1);
-        return laid(Array.from(found, ([code, f]) => [code, f * idf(counts.get(code) ?? 0) * by]));
+        const total = sumOver(wordCounts, (code) => idf(counts.get(code) ?? 0));
+        const scale = 1 / (total + meanIdf || 1);
+        return toVector(Array.from(wordCounts, ([code, f]) => [code, f * idf(counts.get(code) ?? 0) * scale]));
       }),
-    score: (rows) => ({ name: "scaled_dot", scale: sharpness(rows) }),
+    defaultScore: (rows) => ({ name: "scaled_dot", scale: computeSharpness(rows) }),
   };
 }
 
 /** x = ±1/16, the signs being the bits of the key's digest. */
-function signs(key: Key, width = 256): Float32Array {
-  const code = blake2b(digest(key as string | number), width / 8);
+function computeSignVector(key: Key, width = 256): Float32Array {
+  const hash = blake2b(digest(key as string | number), width / 8);
   const size = Math.fround(1 / Math.fround(Math.sqrt(width)));
-  return Float32Array.from({ length: width }, (_, i) => ((code[i >> 3] >> (7 - (i & 7))) & 1 ? size : -size));
+  return Float32Array.from({ length: width }, (_, i) => ((hash[i >> 3] >> (7 - (i & 7))) & 1 ? size : -size));
 }
 
-const FITTED: Record<string, (keys: Key[]) => Encoder> = {
-  numbers,
-  lexical,
+const ENCODER_FACTORIES: Record<string, (keys: Key[]) => Encoder> = {
+  numbers: createNumbersEncoder,
+  lexical: createLexicalEncoder,
   characters: () => {
-    const score = (rows: number) => ({ name: "scaled_dot", scale: sharpness(rows) });
-    const plain = alike("characters", (key) => characters(text(key)), score);
-    return { ...plain, encode: (keys) => plain.encode(keys).map(kept) };
+    const defaultScore = (rows: number) => ({ name: "scaled_dot", scale: computeSharpness(rows) });
+    const encoder = createSymmetricEncoder("characters", (key) => encodeCharacters(formatKey(key)), defaultScore);
+    return { ...encoder, encode: (keys) => encoder.encode(keys).map(quantizeVector) };
   },
   exact: () =>
-    alike("exact", (key) => signs(key), (rows) => ({
+    createSymmetricEncoder("exact", (key) => computeSignVector(key), (rows) => ({
       name: "scaled_dot",
       scale: Math.log(Math.max(rows, 1)) + 6,
     })),
-  arrays: () => alike("arrays", (key) => Float32Array.from(key as Vector), () => ({ name: "scaled_dot" })),
+  arrays: () => createSymmetricEncoder("arrays", (key) => Float32Array.from(key as Vector), () => ({ name: "scaled_dot" })),
 };
 
 /** The encoders that need no Python. */
-export const NAMES = Object.keys(FITTED);
+export const NAMES = Object.keys(ENCODER_FACTORIES);
 
 /** Whether the page has this encoder. Vectors of the others come from Python. */
-export function can(name: string): boolean {
-  return Object.hasOwn(FITTED, name);
+export function isAvailable(name: string): boolean {
+  return Object.hasOwn(ENCODER_FACTORIES, name);
 }
 
 /** An encoder, fitted to the keys. */
 export function fit(name: string, keys: Key[]): Encoder {
-  if (can(name)) return FITTED[name](keys);
+  if (isAvailable(name)) return ENCODER_FACTORIES[name](keys);
   throw new RangeError(`the encoder ${name} needs Python; the page has ${NAMES.join(", ")}`);
 }
 
 /** The default encoder for the type of the keys. */
-export function suits(keys: Key[]): string {
+export function suggestEncoder(keys: Key[]): string {
   if (keys.length && keys.every((key) => typeof key === "number")) return "numbers";
   if (keys.length && keys.every((key) => typeof key === "object")) return "arrays";
   return "characters";

@@ -67,21 +67,21 @@ function hashNgrams(letters: number[], [shortest, longest]: [number, number], se
 }
 
 /** x_b = Σ_g ±w(g) over the n-grams g with hash(g) = b; then x / ‖x‖, in float32. */
-export function characters(text: string, width = 256, n: [number, number] = [2, 3], sounds = 0.5): Float32Array {
+export function encodeCharacters(text: string, width = 256, n: [number, number] = [2, 3], sounds = 0.5): Float32Array {
   const out = new Float64Array(width);
-  const put = (codes: number[], weight: number) => {
+  const addHashes = (codes: number[], weight: number) => {
     for (const code of codes) out[Math.floor((code * width) / 2 ** 32)] += code & 1 ? weight : -weight;
   };
   const letters = wordLetters(text);
-  put(hashNgrams(letters, n, 2166136261), 1);
-  if (sounds) put(hashNgrams(foldVowels(letters), n, 84696351), Math.fround(sounds));
+  addHashes(hashNgrams(letters, n, 2166136261), 1);
+  if (sounds) addHashes(hashNgrams(foldVowels(letters), n, 84696351), Math.fround(sounds));
   const vector = Float32Array.from(out);
   const length = Math.sqrt(vector.reduce((sum, x) => sum + x * x, 0)) || 1;
   return vector.map((x) => x / Math.fround(length));
 }
 
 /** The hashes of the words of a text, with their counts. */
-export function words(text: string): Map<number, number> {
+export function countWords(text: string): Map<number, number> {
   const out = new Map<number, number>();
   let [code, power, letters] = [0, 1, 0];
   for (const letter of [...wordLetters(text), SPACE]) {

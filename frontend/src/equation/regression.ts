@@ -1,7 +1,7 @@
 /** Nadaraya–Watson regression: f(q) = Σᵢ α(q, kᵢ) vᵢ; the keys are x and the values y of points. */
 
-import { type Attended, paired, weigh } from "./attend";
-import type { Like } from "./scores";
+import { type AttentionResult, resolvePair, attendScores } from "./attend";
+import type { NameOrSettings } from "./scores";
 
 export interface Point {
   x: number;
@@ -10,50 +10,50 @@ export interface Point {
 
 /** A kernel: a score, and the weighting that turns it into an estimator. */
 export interface Kernel {
-  score: Like;
-  weighting: Like;
+  score: NameOrSettings;
+  weighting: NameOrSettings;
 }
 
 /** The kernel of a name: windows are divided by their sum, other scores go through a softmax.
  *
  * `onEmpty` is the rule for a query without keys in its window. */
-export function kernel(name: string, width: number, onEmpty = "nan"): Kernel {
+export function createKernel(name: string, width: number, onEmpty = "nan"): Kernel {
   if (name === "gaussian" || name === "laplace") {
     return { score: { name, bandwidth: width }, weighting: "softmax" };
   }
   const score = name === "constant" ? name : { name, width };
-  const closest = name === "constant" && onEmpty === "nearest";
-  return { score, weighting: { name: "normalized", on_empty: closest ? "nan" : onEmpty } };
+  const usesNearest = name === "constant" && onEmpty === "nearest";
+  return { score, weighting: { name: "normalized", on_empty: usesNearest ? "nan" : onEmpty } };
 }
 
 /** The regression function: the value at x and the weight of each point. */
-export function regress(points: Point[], how: Kernel): (x: number) => Attended {
-  const { score, weighting } = paired(how);
+export function createRegression(points: Point[], kernel: Kernel): (x: number) => AttentionResult {
+  const { score, weighting } = resolvePair(kernel);
   const [keys, values] = [points.map((p) => [p.x]), points.map((p) => [p.y])];
-  return (x) => weigh(Float64Array.from(keys, (key) => score.at([x], key)), values, weighting);
+  return (x) => attendScores(Float64Array.from(keys, (key) => score.compute([x], key)), values, weighting);
 }
 
 /** The prediction for each point from the other points. */
-export function heldOut(points: Point[], how: Kernel): Float64Array {
-  const { score, weighting } = paired(how);
+export function predictHeldOut(points: Point[], kernel: Kernel): Float64Array {
+  const { score, weighting } = resolvePair(kernel);
   const keys = points.map((p) => [p.x]);
   return Float64Array.from(points, (_, i) => {
     const weights = weighting.weights(
-      keys.map((key) => score.at(keys[i], key)),
+      keys.map((key) => score.compute(keys[i], key)),
       points.map((_, j) => i !== j),
     );
     return weights.reduce((sum, w, j) => (w === 0 ? sum : sum + w * points[j].y), 0);
   });
 }
 
-/** The root mean squared error of `heldOut`, without the points that no other point reaches. */
-export function heldOutError(points: Point[], how: Kernel): { error: number; alone: number } {
-  const found = heldOut(points, how);
+/** The root mean squared error of `predictHeldOut`, and the number of points that no other point reaches. */
+export function computeHeldOutError(points: Point[], kernel: Kernel): { error: number; isolated: number } {
+  const predictions = predictHeldOut(points, kernel);
   let [sum, count] = [0, 0];
-  found.forEach((y, i) => {
+  predictions.forEach((y, i) => {
     if (Number.isNaN(y)) return;
     sum += (y - points[i].y) ** 2;
     count += 1;
   });
-  return { error: count ? Math.sqrt(sum / count) : NaN, alone: points.length - count };
+  return { error: count ? Math.sqrt(sum / count) : NaN, isolated: points.length - count };
 }

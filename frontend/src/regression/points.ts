@@ -12,21 +12,21 @@ export interface Example {
 }
 
 /** Reproducible noise: the sum of twelve numbers between 0 and 1, minus 6. */
-function noise(seed: number): () => number {
+function createNoise(seed: number): () => number {
   let state = seed;
-  const next = () => {
+  const nextUniform = () => {
     state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
     return state / 2 ** 32;
   };
-  return () => Array.from({ length: 12 }, next).reduce((a, b) => a + b, -6);
+  return () => Array.from({ length: 12 }, nextUniform).reduce((a, b) => a + b, -6);
 }
 
-function sampled(count: number, reach: number, of: (x: number) => number, size: number): Point[] {
-  const more = noise(14);
+function samplePoints(count: number, xMax: number, curve: (x: number) => number, noiseSize: number): Point[] {
+  const nextNoise = createNoise(14);
   return Array.from({ length: count }, (_, i) => {
-    const x = (reach * (i + 0.5)) / count + 0.25 * (reach / count) * more();
-    const to = (y: number) => Number(y.toFixed(2));
-    return { x: to(Math.min(Math.max(x, 0), reach)), y: to(of(x) + size * more()) };
+    const x = (xMax * (i + 0.5)) / count + 0.25 * (xMax / count) * nextNoise();
+    const round = (y: number) => Number(y.toFixed(2));
+    return { x: round(Math.min(Math.max(x, 0), xMax)), y: round(curve(x) + noiseSize * nextNoise()) };
   });
 }
 
@@ -35,7 +35,7 @@ export const EXAMPLES: Example[] = [
     name: "2 sin x + x",
     x: "x",
     y: "y",
-    points: sampled(30, 5, (x) => 2 * Math.sin(x) + x, 0.5),
+    points: samplePoints(30, 5, (x) => 2 * Math.sin(x) + x, 0.5),
     bandwidth: 0.35,
     query: 2,
   },
@@ -54,7 +54,7 @@ export const EXAMPLES: Example[] = [
     name: "A step",
     x: "x",
     y: "y",
-    points: sampled(24, 4, (x) => (x < 2 ? 0 : 1), 0.08),
+    points: samplePoints(24, 4, (x) => (x < 2 ? 0 : 1), 0.08),
     bandwidth: 0.3,
     query: 2,
   },

@@ -1,17 +1,17 @@
 /** Words on the left and on the right, with lines and weights between the chosen words and all words. */
 
-import { long } from "../bars";
-import { fixed, h, put, s } from "../dom";
+import { formatBarWidth } from "../bars";
+import { formatFixed, h, replaceChildren, s } from "../dom";
 import { clamp } from "../numbers";
-import type { Given } from "../view";
-import type { Rows } from "./read";
+import type { ViewContext } from "../view";
+import type { Rows } from "./activations";
 
-export type Way = "to" | "from";
+export type Direction = "to" | "from";
 
-const ROW = 30;
+const ROW_PIXELS = 30;
 
 export const STYLE = `
-.links { display: grid; grid-template-columns: minmax(3rem, max-content) minmax(2rem, 9rem) minmax(0, 1fr); column-gap: 0.5rem; grid-auto-rows: ${ROW}px; max-width: 44rem; }
+.links { display: grid; grid-template-columns: minmax(3rem, max-content) minmax(2rem, 9rem) minmax(0, 1fr); column-gap: 0.5rem; grid-auto-rows: ${ROW_PIXELS}px; max-width: 44rem; }
 .links > * { min-width: 0; }
 .links button { border-color: transparent; padding: 0 0.5rem; text-align: end; grid-column: 1; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; max-width: 11rem; }
 .links button:hover { background: var(--wash); }
@@ -31,21 +31,21 @@ export class Links {
   readonly element: HTMLElement;
   readonly title = h("h3", { test: "links-title" });
   readonly sum = h("p", { class: "hint", test: "links-sum" });
-  way: Way = "to";
+  direction: Direction = "to";
   private names: string[] = [];
   private alpha: Rows = [];
-  private chosen = new Set<number>([0]);
-  private pointed: number | null = null;
-  private words: HTMLButtonElement[] = [];
-  private keys: { bar: HTMLElement; number: HTMLElement }[] = [];
+  private selectedWords = new Set<number>([0]);
+  private hoveredWord: number | null = null;
+  private wordButtons: HTMLButtonElement[] = [];
+  private keyCells: { bar: HTMLElement; number: HTMLElement }[] = [];
   private lines = s("svg", { preserveAspectRatio: "none", "aria-hidden": "true" });
 
-  /** `changed` is called with the chosen words. */
+  /** `onChange` is called with the selected words. */
   constructor(
-    private readonly given: Given,
-    private readonly changed: (words: number[]) => void,
+    private readonly context: ViewContext,
+    private readonly onChange: (words: number[]) => void,
   ) {
-    this.element = h("div", { class: "links", on: { keydown: (event) => this.step(event) } });
+    this.element = h("div", { class: "links", on: { keydown: (event) => this.handleKey(event) } });
   }
 
   /** Shows other words and chooses the first one, or shows other weights of the same words. */
@@ -53,23 +53,23 @@ export class Links {
     this.alpha = alpha;
     if (names.length !== this.names.length || names.some((name, i) => name !== this.names[i])) {
       this.names = names;
-      this.chosen = new Set(names.length ? [0] : []);
-      this.pointed = null;
-      this.build();
+      this.selectedWords = new Set(names.length ? [0] : []);
+      this.hoveredWord = null;
+      this.rebuild();
     }
     this.draw();
   }
 
   get current(): number[] {
-    return this.pointed === null ? [...this.chosen].sort((a, b) => a - b) : [this.pointed];
+    return this.hoveredWord === null ? [...this.selectedWords].sort((a, b) => a - b) : [this.hoveredWord];
   }
 
-  private build() {
-    const point = (i: number | null) => () => {
-      this.pointed = i;
+  private rebuild() {
+    const hoverWord = (i: number | null) => () => {
+      this.hoveredWord = i;
       this.draw();
     };
-    this.words = this.names.map((name, i) =>
+    this.wordButtons = this.names.map((name, i) =>
       h(
         "button",
         {
@@ -77,93 +77,93 @@ export class Links {
           title: name,
           test: `word-${i}`,
           on: {
-            click: () => this.toggle(i),
-            mouseenter: point(i),
-            mouseleave: point(null),
-            focus: point(i),
-            blur: point(null),
+            click: () => this.toggleWord(i),
+            mouseenter: hoverWord(i),
+            mouseleave: hoverWord(null),
+            focus: hoverWord(i),
+            blur: hoverWord(null),
           },
           style: { "grid-row": String(i + 1) },
         },
         name,
       ),
     );
-    this.keys = [];
+    this.keyCells = [];
     const keys = this.names.map((name, j) => {
       const [bar, number] = [h("i"), h("span", { class: "number", test: `weight-${j}` })];
-      this.keys.push({ bar, number });
+      this.keyCells.push({ bar, number });
       const style = { "grid-row": String(j + 1) };
       return h("div", { class: "links-key", style }, h("span", { title: name }, name), h("span", { class: "bar" }, bar), number);
     });
     this.lines.setAttribute("viewBox", `0 0 1 ${Math.max(this.names.length, 1)}`);
     this.lines.style.setProperty("grid-row", `1 / span ${Math.max(this.names.length, 1)}`);
-    put(this.element, ...this.words, this.lines, ...keys);
+    replaceChildren(this.element, ...this.wordButtons, this.lines, ...keys);
   }
 
-  private toggle(i: number) {
-    if (!this.chosen.delete(i)) this.chosen.add(i);
-    if (!this.chosen.size) this.chosen.add(i);
+  private toggleWord(i: number) {
+    if (!this.selectedWords.delete(i)) this.selectedWords.add(i);
+    if (!this.selectedWords.size) this.selectedWords.add(i);
     // A click shows the chosen words, not the word below the pointer.
-    this.pointed = null;
+    this.hoveredWord = null;
     this.draw();
-    this.given.announce(`${this.title.textContent}: ${this.heaviest()}`);
+    this.context.announce(`${this.title.textContent}: ${this.describeHeaviest()}`);
   }
 
-  private step(event: KeyboardEvent) {
-    const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-    const at = this.words.indexOf(event.target as HTMLButtonElement);
-    if (!by || at < 0) return;
+  private handleKey(event: KeyboardEvent) {
+    const offset = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    const index = this.wordButtons.indexOf(event.target as HTMLButtonElement);
+    if (!offset || index < 0) return;
     event.preventDefault();
-    this.words[clamp(at + by, 0, this.words.length - 1)].focus();
-    this.given.announce(`${this.title.textContent}: ${this.heaviest()}`);
+    this.wordButtons[clamp(index + offset, 0, this.wordButtons.length - 1)].focus();
+    this.context.announce(`${this.title.textContent}: ${this.describeHeaviest()}`);
   }
 
-  private weight(j: number): number {
-    return this.current.reduce((sum, i) => sum + (this.way === "to" ? this.alpha[i][j] : this.alpha[j][i]), 0);
+  private sumWeights(j: number): number {
+    return this.current.reduce((sum, i) => sum + (this.direction === "to" ? this.alpha[i][j] : this.alpha[j][i]), 0);
   }
 
-  private heaviest(): string {
-    const found = this.names.map((name, j) => ({ name, weight: this.weight(j) }));
-    found.sort((a, b) => b.weight - a.weight);
-    return found.slice(0, 3).map(({ name, weight }) => `${name} ${fixed(weight)}`).join(", ");
+  private describeHeaviest(): string {
+    const weights = this.names.map((name, j) => ({ name, weight: this.sumWeights(j) }));
+    weights.sort((a, b) => b.weight - a.weight);
+    return weights.slice(0, 3).map(({ name, weight }) => `${name} ${formatFixed(weight)}`).join(", ");
   }
 
   draw() {
     const { current, names } = this;
-    const many = current.length > 1;
-    const who = current.map((i) => `“${names[i]}”`).join(" + ");
-    const verb = this.way === "to" ? (many ? "attend to" : "attends to") : many ? "are attended by" : "is attended by";
-    this.title.textContent = who && `${who} ${verb}`;
-    const each = names.map((_, j) => this.weight(j));
-    const total = each.reduce((a, b) => a + b, 0);
-    const of = this.way === "to" ? "row" : "column";
-    this.sum.textContent = many
-      ? `Sum of ${current.length} ${of}s: ${fixed(total)} in total.`
-      : `One ${of}: ${fixed(total)} in total.`;
+    const isMultiple = current.length > 1;
+    const subject = current.map((i) => `“${names[i]}”`).join(" + ");
+    const verb = this.direction === "to" ? (isMultiple ? "attend to" : "attends to") : isMultiple ? "are attended by" : "is attended by";
+    this.title.textContent = subject && `${subject} ${verb}`;
+    const wordWeights = names.map((_, j) => this.sumWeights(j));
+    const total = wordWeights.reduce((a, b) => a + b, 0);
+    const unit = this.direction === "to" ? "row" : "column";
+    this.sum.textContent = isMultiple
+      ? `Sum of ${current.length} ${unit}s: ${formatFixed(total)} in total.`
+      : `One ${unit}: ${formatFixed(total)} in total.`;
     // For several words the bar shows the mean, which is at most 1.
-    each.forEach((weight, j) => {
-      this.keys[j].bar.style.setProperty("width", long(weight / current.length));
-      this.keys[j].number.textContent = fixed(weight);
+    wordWeights.forEach((weight, j) => {
+      this.keyCells[j].bar.style.setProperty("width", formatBarWidth(weight / current.length));
+      this.keyCells[j].number.textContent = formatFixed(weight);
     });
-    const roving = current.includes(this.words.findIndex((word) => word.tabIndex === 0)) ? -1 : current[0];
-    this.words.forEach((word, i) => {
-      word.setAttribute("aria-pressed", String(this.chosen.has(i)));
-      if (roving >= 0) word.tabIndex = i === roving ? 0 : -1;
+    const focusIndex = current.includes(this.wordButtons.findIndex((word) => word.tabIndex === 0)) ? -1 : current[0];
+    this.wordButtons.forEach((word, i) => {
+      word.setAttribute("aria-pressed", String(this.selectedWords.has(i)));
+      if (focusIndex >= 0) word.tabIndex = i === focusIndex ? 0 : -1;
     });
-    const largest = Math.max(...current.flatMap((i) => names.map((_, j) => this.one(i, j))), 1e-9);
+    const largest = Math.max(...current.flatMap((i) => names.map((_, j) => this.weightBetween(i, j))), 1e-9);
     const lines = current.flatMap((i) =>
       names.map((_, j) => {
-        const share = this.one(i, j) / largest;
-        if (share < 0.02) return null;
-        const look = { "stroke-width": `${1 + 5 * share}px`, opacity: String(0.12 + 0.88 * share) };
-        return s("line", { x1: "0", y1: String(i + 0.5), x2: "1", y2: String(j + 0.5), style: look });
+        const fraction = this.weightBetween(i, j) / largest;
+        if (fraction < 0.02) return null;
+        const style = { "stroke-width": `${1 + 5 * fraction}px`, opacity: String(0.12 + 0.88 * fraction) };
+        return s("line", { x1: "0", y1: String(i + 0.5), x2: "1", y2: String(j + 0.5), style });
       }),
     );
-    put(this.lines, ...lines);
-    this.changed(current);
+    replaceChildren(this.lines, ...lines);
+    this.onChange(current);
   }
 
-  private one(i: number, j: number): number {
-    return this.way === "to" ? this.alpha[i][j] : this.alpha[j][i];
+  private weightBetween(i: number, j: number): number {
+    return this.direction === "to" ? this.alpha[i][j] : this.alpha[j][i];
   }
 }

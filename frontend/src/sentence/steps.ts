@@ -1,10 +1,10 @@
 /** softmax(QKᵀ / √d_Q) V step by step, each matrix with its dimensions. */
 
-import { fixed, h, put } from "../dom";
-import { clamp, numeral } from "../numbers";
+import { formatFixed, h, replaceChildren } from "../dom";
+import { clamp, formatSignificant } from "../numbers";
 import { type Matrix, Picture } from "../picture";
-import type { Given } from "../view";
-import { type Head, type Rows, pooled, scores, transposed } from "./read";
+import type { ViewContext } from "../view";
+import { type Head, type Rows, poolValues, computeScores, transpose } from "./activations";
 
 export const STYLE = `
 .steps-bar { display: flex; flex-wrap: wrap; gap: 0.35rem; margin: 0.5rem 0 1rem; }
@@ -21,96 +21,96 @@ export const STYLE = `
 `;
 
 /** CSS pixels per number, and the largest side of a matrix. */
-const CELL = 14;
-const LARGEST = 160;
+const CELL_PIXELS = 14;
+const MAX_MATRIX_PIXELS = 160;
 
-interface Tile {
+interface MatrixTile {
   name: string;
   rows: number;
   cols: number;
   /** null if the model does not provide them. */
   numbers: Rows | null;
   /** Whether its rows are the words of the sentence. */
-  worded: boolean;
+  hasWordRows: boolean;
 }
 
 interface Step {
   title: string;
-  says: string;
+  text: string;
   /** Lines of matrices, and signs between them. */
-  lines: (Tile | string)[][];
+  lines: (MatrixTile | string)[][];
   /** A description of the word's row in the last matrix. */
   row: string;
 }
 
-export function flat(rows: Rows): Matrix {
+export function toMatrix(rows: Rows): Matrix {
   const cols = rows[0]?.length ?? 0;
   const data = new Float64Array(rows.length * cols);
   rows.forEach((row, i) => data.set(Array.from(row), i * cols));
   return { data, rows: rows.length, cols };
 }
 
-const tile = (name: string, numbers: Rows, worded = true): Tile => ({
+const createTile = (name: string, numbers: Rows, hasWordRows = true): MatrixTile => ({
   name,
   rows: numbers.length,
   cols: numbers[0]?.length ?? 0,
   numbers,
-  worded,
+  hasWordRows,
 });
 
-function stepsOf(head: Head, heads: number, layered: boolean): Step[] {
+function buildSteps(head: Head, headCount: number, hasLayers: boolean): Step[] {
   const { x, q, k, v, projections, weights } = head;
   const [n, d, dq, dv] = [x.length, x[0].length, q[0].length, v[0].length];
-  const raw = scores(q, k);
+  const raw = computeScores(q, k);
   const root = Math.sqrt(dq);
   const scaled = raw.map((row) => Array.from(row, (s) => s / root));
-  const w = (name: "q" | "k" | "v", cols: number): Tile => ({
+  const projectionTile = (name: "q" | "k" | "v", cols: number): MatrixTile => ({
     name: `W_${name.toUpperCase()}`,
     rows: d,
     cols,
     numbers: projections?.[name] ?? null,
-    worded: false,
+    hasWordRows: false,
   });
-  const project = (name: "q" | "k" | "v", out: Rows) => [
-    tile("X", x), "·", w(name, out[0].length), layered ? "+ b =" : "=", tile(name.toUpperCase(), out),
+  const createProjectionLine = (name: "q" | "k" | "v", out: Rows) => [
+    createTile("X", x), "·", projectionTile(name, out[0].length), hasLayers ? "+ b =" : "=", createTile(name.toUpperCase(), out),
   ]; // prettier-ignore
   return [
     {
       title: "X",
-      says: `Each word is a vector of d = ${d} numbers. X has one row for each of the ${n} words.`,
-      lines: [[tile("X", x)]],
+      text: `Each word is a vector of d = ${d} numbers. X has one row for each of the ${n} words.`,
+      lines: [[createTile("X", x)]],
       row: "its vector",
     },
     {
       title: "Q, K, V",
-      says: `Q = X W_Q, K = X W_K, V = X W_V: (${n} × ${d}) · (${d} × ${dq}) = ${n} × ${dq}. Each word has a query, a key and a value.`,
-      lines: [project("q", q), project("k", k), project("v", v)],
+      text: `Q = X W_Q, K = X W_K, V = X W_V: (${n} × ${d}) · (${d} × ${dq}) = ${n} × ${dq}. Each word has a query, a key and a value.`,
+      lines: [createProjectionLine("q", q), createProjectionLine("k", k), createProjectionLine("v", v)],
       row: "its value",
     },
     {
       title: "QKᵀ",
-      says: `The dot products of all queries and keys: (${n} × ${dq}) · (${dq} × ${n}) = ${n} × ${n}.`,
-      lines: [[tile("Q", q), "·", tile("Kᵀ", transposed(k), false), "=", tile("QKᵀ", raw)]],
+      text: `The dot products of all queries and keys: (${n} × ${dq}) · (${dq} × ${n}) = ${n} × ${n}.`,
+      lines: [[createTile("Q", q), "·", createTile("Kᵀ", transpose(k), false), "=", createTile("QKᵀ", raw)]],
       row: "its scores",
     },
     {
       title: "÷ √d",
-      says: `Divided by √d_Q = √${dq} = ${numeral(root, 0, 3)}, so that scores do not grow with the width.`,
-      lines: [[tile("QKᵀ", raw), `÷ ${numeral(root, 0, 3)} =`, tile("QKᵀ/√d_Q", scaled)]],
+      text: `Divided by √d_Q = √${dq} = ${formatSignificant(root, 0, 3)}, so that scores do not grow with the width.`,
+      lines: [[createTile("QKᵀ", raw), `÷ ${formatSignificant(root, 0, 3)} =`, createTile("QKᵀ/√d_Q", scaled)]],
       row: "its scores",
     },
     {
       title: "softmax",
-      says: `exp(sⱼ) / Σ exp(sⱼ) in each row: ${n} × ${n} weights, and each row sums to 1.`,
-      lines: [[tile("QKᵀ/√d_Q", scaled), "→", tile("α", weights)]],
+      text: `exp(sⱼ) / Σ exp(sⱼ) in each row: ${n} × ${n} weights, and each row sums to 1.`,
+      lines: [[createTile("QKᵀ/√d_Q", scaled), "→", createTile("α", weights)]],
       row: "its weights",
     },
     {
       title: "S = αV",
-      says:
+      text:
         `The weighted sum of the values: (${n} × ${n}) · (${n} × ${dv}) = ${n} × ${dv}. ` +
-        `All ${heads} heads together: ${n} × ${heads * dv}.`,
-      lines: [[tile("α", weights), "·", tile("V", v), "=", tile("S", pooled(weights, v))]],
+        `All ${headCount} heads together: ${n} × ${headCount * dv}.`,
+      lines: [[createTile("α", weights), "·", createTile("V", v), "=", createTile("S", poolValues(weights, v))]],
       row: "its output",
     },
   ];
@@ -118,97 +118,97 @@ function stepsOf(head: Head, heads: number, layered: boolean): Step[] {
 
 export class Steps {
   readonly element: HTMLElement;
-  private at = 0;
-  private word = 0;
+  private currentStep = 0;
+  private markedWord = 0;
   private head: Head | null = null;
   private steps: Step[] = [];
   private tokens: string[] = [];
   private readonly bar = h("div", { class: "steps-bar", role: "group", "aria-label": "Steps" });
-  private readonly says = h("p", { test: "step-says" });
+  private readonly textElement = h("p", { test: "step-says" });
   private readonly body = h("div");
   private readonly row = h("p", { class: "formula", test: "step-row" });
   private readonly readout = h("p", { class: "hint steps-readout", test: "step-readout" });
 
-  constructor(private readonly given: Given) {
-    this.element = h("div", {}, this.bar, this.says, this.body, this.readout, this.row);
+  constructor(private readonly context: ViewContext) {
+    this.element = h("div", {}, this.bar, this.textElement, this.body, this.readout, this.row);
   }
 
-  show(head: Head, tokens: string[], heads: number, layered: boolean) {
+  show(head: Head, tokens: string[], headCount: number, hasLayers: boolean) {
     this.head = head;
     this.tokens = tokens;
-    this.steps = stepsOf(head, heads, layered);
-    this.word = clamp(this.word, 0, tokens.length - 1);
-    const go = (i: number) => () => {
-      this.at = i;
+    this.steps = buildSteps(head, headCount, hasLayers);
+    this.markedWord = clamp(this.markedWord, 0, tokens.length - 1);
+    const showStep = (i: number) => () => {
+      this.currentStep = i;
       this.draw();
-      this.given.announce(this.says.textContent ?? "");
+      this.context.announce(this.textElement.textContent ?? "");
     };
-    put(
+    replaceChildren(
       this.bar,
       ...this.steps.map((step, i) =>
-        h("button", { type: "button", test: `step-${i}`, on: { click: go(i) } }, `${i + 1}  ${step.title}`),
+        h("button", { type: "button", test: `step-${i}`, on: { click: showStep(i) } }, `${i + 1}  ${step.title}`),
       ),
     );
     this.draw();
   }
 
   /** The word whose row is marked. */
-  point(word: number) {
-    if (word === this.word || word >= this.tokens.length) return;
-    this.word = word;
+  markWord(word: number) {
+    if (word === this.markedWord || word >= this.tokens.length) return;
+    this.markedWord = word;
     this.draw();
   }
 
   draw() {
     if (!this.head) return;
-    const step = this.steps[this.at];
-    [...this.bar.children].forEach((button, i) => button.setAttribute("aria-pressed", String(i === this.at)));
-    this.says.textContent = step.says;
-    put(
+    const step = this.steps[this.currentStep];
+    [...this.bar.children].forEach((button, i) => button.setAttribute("aria-pressed", String(i === this.currentStep)));
+    this.textElement.textContent = step.text;
+    replaceChildren(
       this.body,
       ...step.lines.map((line) =>
-        h("div", { class: "steps-line" }, ...line.map((x) => (typeof x === "string" ? h("span", { class: "steps-sign" }, x) : this.tile(x)))),
+        h("div", { class: "steps-line" }, ...line.map((x) => (typeof x === "string" ? h("span", { class: "steps-sign" }, x) : this.drawTile(x)))),
       ),
     );
-    const last = step.lines.at(-1)?.at(-1) as Tile;
-    const row = Array.from(last.numbers?.[this.word] ?? []);
+    const lastTile = step.lines.at(-1)?.at(-1) as MatrixTile;
+    const row = Array.from(lastTile.numbers?.[this.markedWord] ?? []);
     const more = row.length > 12 ? ` … (${row.length})` : "";
-    this.row.textContent = `${this.tokens[this.word]}, ${step.row}: ${row.slice(0, 12).map((x) => fixed(x)).join("  ")}${more}`;
+    this.row.textContent = `${this.tokens[this.markedWord]}, ${step.row}: ${row.slice(0, 12).map((x) => formatFixed(x)).join("  ")}${more}`;
     this.readout.textContent = "";
   }
 
-  private tile(of: Tile): HTMLElement {
-    const name = h("span", { class: "tile-name" }, `${of.name}  ${of.rows} × ${of.cols}`);
-    const width = clamp(of.cols * CELL, CELL, LARGEST);
-    const height = clamp(of.rows * CELL, CELL, LARGEST);
+  private drawTile(tile: MatrixTile): HTMLElement {
+    const name = h("span", { class: "tile-name" }, `${tile.name}  ${tile.rows} × ${tile.cols}`);
+    const width = clamp(tile.cols * CELL_PIXELS, CELL_PIXELS, MAX_MATRIX_PIXELS);
+    const height = clamp(tile.rows * CELL_PIXELS, CELL_PIXELS, MAX_MATRIX_PIXELS);
     const size = { width: `${width}px`, "aspect-ratio": `${width} / ${height}` };
-    if (!of.numbers) return h("div", { class: "tile" }, h("div", { class: "learned", style: size }, "learned"), name);
+    if (!tile.numbers) return h("div", { class: "tile" }, h("div", { class: "learned", style: size }, "learned"), name);
     const ratio = devicePixelRatio || 1;
     const canvas = h("canvas", {
       width: String(Math.round(width * ratio)),
       height: String(Math.round(height * ratio)),
       role: "img",
-      "aria-label": `${of.name}, ${of.rows} by ${of.cols}`,
+      "aria-label": `${tile.name}, ${tile.rows} by ${tile.cols}`,
       style: size,
     });
-    const picture = new Picture(flat(of.numbers));
-    const pen = canvas.getContext("2d") as CanvasRenderingContext2D;
-    pen.imageSmoothingEnabled = false;
-    const [x, y] = [canvas.width / of.cols, canvas.height / of.rows];
-    const k = picture.levelFor(Math.min(x, y));
-    const level = picture.canvas(k, this.given.dark());
-    pen.drawImage(level, 0, 0, level.width * 2 ** k * x, level.height * 2 ** k * y);
-    if (of.worded) {
-      pen.strokeStyle = getComputedStyle(this.element).getPropertyValue("accent-color") || "#000";
-      pen.lineWidth = 2 * ratio;
-      pen.strokeRect(ratio, this.word * y + ratio, canvas.width - 2 * ratio, Math.max(y - 2 * ratio, 2));
+    const picture = new Picture(toMatrix(tile.numbers));
+    const ctx = canvas.getContext("2d") as CanvasRenderingContext2D;
+    ctx.imageSmoothingEnabled = false;
+    const [x, y] = [canvas.width / tile.cols, canvas.height / tile.rows];
+    const levelIndex = picture.levelFor(Math.min(x, y));
+    const level = picture.getCanvas(levelIndex, this.context.isDark());
+    ctx.drawImage(level, 0, 0, level.width * 2 ** levelIndex * x, level.height * 2 ** levelIndex * y);
+    if (tile.hasWordRows) {
+      ctx.strokeStyle = getComputedStyle(this.element).getPropertyValue("accent-color") || "#000";
+      ctx.lineWidth = 2 * ratio;
+      ctx.strokeRect(ratio, this.markedWord * y + ratio, canvas.width - 2 * ratio, Math.max(y - 2 * ratio, 2));
     }
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect();
-      const i = clamp(Math.floor(((event.clientY - box.top) / box.height) * of.rows), 0, of.rows - 1);
-      const j = clamp(Math.floor(((event.clientX - box.left) / box.width) * of.cols), 0, of.cols - 1);
-      const row = of.worded ? this.tokens[i] : String(i);
-      this.readout.textContent = `${of.name}[${row}, ${j}] = ${numeral(of.numbers?.[i][j] ?? Number.NaN)}`;
+      const i = clamp(Math.floor(((event.clientY - box.top) / box.height) * tile.rows), 0, tile.rows - 1);
+      const j = clamp(Math.floor(((event.clientX - box.left) / box.width) * tile.cols), 0, tile.cols - 1);
+      const row = tile.hasWordRows ? this.tokens[i] : String(i);
+      this.readout.textContent = `${tile.name}[${row}, ${j}] = ${formatSignificant(tile.numbers?.[i][j] ?? Number.NaN)}`;
     });
     return h("div", { class: "tile" }, canvas, name);
   }

@@ -1,20 +1,20 @@
 /** The view Your data: open a file or a database of the server, choose its columns, and ask it. */
 
-import { long } from "../bars";
-import { type About, type Found, type Row, local, remote } from "../data/source";
-import { clipped, fixed, h, labelled, put, select } from "../dom";
-import { READ, counted, percent, short, formatValue } from "../numbers";
-import { pythonOnly } from "../registered";
+import { formatBarWidth } from "../bars";
+import { type TableInfo, type TableAnswer, type Row, createLocalSource, createRemoteSource } from "../data/source";
+import { clipText, formatFixed, h, createField, replaceChildren, createSelect } from "../dom";
+import { MAX_LARGE_FONT_LETTERS, formatCount, formatPercent, formatOneLine, formatValue } from "../numbers";
+import { listPythonOnly } from "../registrations";
 import type { View } from "../view";
 
-const SCORES: [string, string][] = [
+const SCORE_OPTIONS: [string, string][] = [
   ["", "encoder’s default"],
   ["cosine", "cosine"],
   ["gaussian", "Gaussian"],
   ["laplace", "Laplace"],
   ["dot", "dot product"],
 ];
-const WEIGHTINGS: [string, string][] = [
+const WEIGHTING_OPTIONS: [string, string][] = [
   ["softmax", "softmax"],
   ["topk:3", "softmax of the best 3"],
   ["sparsemax", "sparsemax"],
@@ -23,21 +23,21 @@ const WEIGHTINGS: [string, string][] = [
   ["average", "average: equal weights"],
 ];
 /** The choice of all columns except the key. */
-const REST = "";
+const ALL_OTHER_COLUMNS = "";
 /** Milliseconds after the last key press until the query is sent. */
-const PAUSE = 250;
-/** Where an opened file is stored. */
-const STORED = {
+const QUERY_DELAY_MS = 250;
+/** Where the page or Python stores an opened file. */
+const STORAGE_NOTES = {
   notebook: "It stays in memory until Python ends.",
   server: "The server keeps it in memory until it stops.",
   file: "It stays in this page and is not uploaded.",
 };
 /** Longest cell that is used as an example of a query. */
-const LONG = 40;
+const MAX_EXAMPLE_LETTERS = 40;
 /** Larger files take noticeable time to read. */
-const LARGE = 5e6;
+const LARGE_FILE_BYTES = 5e6;
 /** Names of columns that need no backticks in a condition. */
-const PLAIN = /^(?!(and|as|class|for|from|global|if|in|is|not|or|pass|return|with)$)[A-Za-z_]\w*$/;
+const PLAIN_NAME = /^(?!(and|as|class|for|from|global|if|in|is|not|or|pass|return|with)$)[A-Za-z_]\w*$/;
 
 const STYLE = `
 .data .drop { border: 2px dashed var(--line); border-radius: var(--radius); padding: 1rem; display: flex; flex-wrap: wrap; gap: 0.75rem 1.5rem; align-items: start; margin-bottom: 1.25rem; }
@@ -65,8 +65,8 @@ const STYLE = `
 `;
 
 /** A button for a file input. The browser's own button covers it, invisible. */
-function opener(label: string, text: string, input: HTMLInputElement, hint: string): HTMLElement {
-  const field = labelled(label, input, hint);
+function createFileButton(label: string, text: string, input: HTMLInputElement, hint: string): HTMLElement {
+  const field = createField(label, input, hint);
   const box = h("div", { class: "file" });
   input.replaceWith(box);
   box.append(input, h("span", { class: "face", "aria-hidden": "true" }, text));
@@ -74,223 +74,223 @@ function opener(label: string, text: string, input: HTMLInputElement, hint: stri
 }
 
 /** The first few row numbers as text. */
-const listed = (rows: number[]) =>
+const formatRowNumbers = (rows: number[]) =>
   `${rows.length === 1 ? "row" : "rows"} ${rows.slice(0, 5).join(", ")}${rows.length > 5 ? ", …" : ""}`;
 
 /** An example of a condition that some of these rows pass. */
-function condition(rows: Row[], columns: string[]): string {
-  const name = (column: string) => (PLAIN.test(column) ? column : `\`${column.replaceAll("`", "``")}\``);
-  const cells = columns.map((column) => [column, rows.map((row) => row[column]).filter((x) => x !== null)] as const);
-  const number = cells.find(([, some]) => some.length && some.every((x) => typeof x === "number"));
-  if (number) return `${name(number[0])} <= ${(number[1] as number[]).sort((a, b) => a - b)[(number[1].length - 1) >> 1]}`;
-  const text = cells.find(([, [x]]) => typeof x === "string" && /^[^"\\\d]+$/.test(x) && x.length <= LONG);
-  return text ? `${name(text[0])} == "${text[1][0]}"` : "";
+function suggestCondition(rows: Row[], columns: string[]): string {
+  const quoteName = (column: string) => (PLAIN_NAME.test(column) ? column : `\`${column.replaceAll("`", "``")}\``);
+  const cellsByColumn = columns.map((column) => [column, rows.map((row) => row[column]).filter((x) => x !== null)] as const);
+  const numberColumn = cellsByColumn.find(([, values]) => values.length && values.every((x) => typeof x === "number"));
+  if (numberColumn) return `${quoteName(numberColumn[0])} <= ${(numberColumn[1] as number[]).sort((a, b) => a - b)[(numberColumn[1].length - 1) >> 1]}`;
+  const textColumn = cellsByColumn.find(([, [x]]) => typeof x === "string" && /^[^"\\\d]+$/.test(x) && x.length <= MAX_EXAMPLE_LETTERS);
+  return textColumn ? `${quoteName(textColumn[0])} == "${textColumn[1][0]}"` : "";
 }
 
 export const view: View = {
   name: "data",
   title: "Your data",
   style: STYLE,
-  mount(at, given) {
-    const source = given.backend ? remote(given.backend, given.data.databases ?? []) : local();
-    let chosen: About | null = source.about[0] ?? null;
-    let [gone, last] = [false, 0];
+  mount(container, context) {
+    const source = context.backend ? createRemoteSource(context.backend, context.data.databases ?? []) : createLocalSource();
+    let currentTable: TableInfo | null = source.tables[0] ?? null;
+    let [isRemoved, lastRequest] = [false, 0];
     let timer: ReturnType<typeof setTimeout> | undefined;
 
-    const trouble = h("p", { class: "error", role: "alert", test: "data-error", hidden: true });
-    const about = h("p", { class: "note", test: "data-about" });
-    const answer = h("section", { "aria-label": "Answer", test: "data-answer" });
-    const columns = h("div", { class: "controls" });
-    const tables = h("div");
-    const input = (test: string, props = {}) =>
-      h("input", { type: "text", test, autocomplete: "off", spellcheck: "false", on: { input: () => later() }, ...props });
-    const query = input("data-query");
-    const where = input("data-where");
-    const score = select([...SCORES, ...pythonOnly(given, "scores")], "", () => void show(), { test: "data-score" });
-    const weighting = select([...WEIGHTINGS, ...pythonOnly(given, "weightings")], "softmax", () => void show(), { test: "data-weighting" });
+    const errorText = h("p", { class: "error", role: "alert", test: "data-error", hidden: true });
+    const tableNote = h("p", { class: "note", test: "data-about" });
+    const answerSection = h("section", { "aria-label": "Answer", test: "data-answer" });
+    const columnControls = h("div", { class: "controls" });
+    const tableControls = h("div");
+    const createInput = (test: string, props = {}) =>
+      h("input", { type: "text", test, autocomplete: "off", spellcheck: "false", on: { input: () => scheduleShow() }, ...props });
+    const query = createInput("data-query");
+    const where = createInput("data-where");
+    const score = createSelect([...SCORE_OPTIONS, ...listPythonOnly(context, "scores")], "", () => void showAnswer(), { test: "data-score" });
+    const weighting = createSelect([...WEIGHTING_OPTIONS, ...listPythonOnly(context, "weightings")], "softmax", () => void showAnswer(), { test: "data-weighting" });
     let version: HTMLSelectElement | null = null;
-    let turn: Promise<void> = Promise.resolve();
+    let queue: Promise<void> = Promise.resolve();
 
-    const fail = (error: unknown) => {
-      trouble.textContent = error instanceof Error ? error.message : String(error);
-      trouble.hidden = false;
+    const showError = (error: unknown) => {
+      errorText.textContent = error instanceof Error ? error.message : String(error);
+      errorText.hidden = false;
     };
-    const attempt = async (what: () => Promise<void>) => {
-      trouble.hidden = true;
+    const runAction = async (action: () => Promise<void>) => {
+      errorText.hidden = true;
       try {
-        await what();
+        await action();
       } catch (error) {
-        if (!gone) fail(error);
+        if (!isRemoved) showError(error);
       }
     };
 
-    const later = () => {
+    const scheduleShow = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => void show(), PAUSE);
+      timer = setTimeout(() => void showAnswer(), QUERY_DELAY_MS);
     };
-    const show = () =>
-      attempt(async () => {
-        const of = chosen;
-        last += 1;
-        const mine = last;
-        if (!of) return put(answer);
-        const look = { where: where.value, at: version?.value ? Number(version.value) : null };
-        const late = (error: unknown) => {
-          if (mine !== last) return null;
-          put(answer); // the visible answer belongs to another query
+    const showAnswer = () =>
+      runAction(async () => {
+        const table = currentTable;
+        lastRequest += 1;
+        const requestNumber = lastRequest;
+        if (!table) return replaceChildren(answerSection);
+        const selection = { where: where.value, at: version?.value ? Number(version.value) : null };
+        const handleFailure = (error: unknown) => {
+          if (requestNumber !== lastRequest) return null;
+          replaceChildren(answerSection); // the visible answer belongs to another query
           throw error;
         };
         if (query.value.trim() === "") {
-          const first = await source.rows(of, look).catch(late);
-          if (first && !gone && mine === last) begin(first, of);
+          const firstRows = await source.readRows(table, selection).catch(handleFailure);
+          if (firstRows && !isRemoved && requestNumber === lastRequest) drawFirstRows(firstRows, table);
           return;
         }
-        const asked = { query: query.value, score: score.value, weighting: weighting.value, ...look };
-        const found = await source.ask(of, asked).catch(late);
-        if (!found || gone || mine !== last) return;
-        draw(found, of);
-        const value = formatValue(found.value);
-        given.announce(found.rows.length ? `${value}. ${short(found.rows[0].key)} has ${percent(found.rows[0].weight)} of the weight.` : "No row matches the query.");
+        const request = { query: query.value, score: score.value, weighting: weighting.value, ...selection };
+        const result = await source.askTable(table, request).catch(handleFailure);
+        if (!result || isRemoved || requestNumber !== lastRequest) return;
+        drawAnswer(result, table);
+        const value = formatValue(result.value);
+        context.announce(result.rows.length ? `${value}. ${formatOneLine(result.rows[0].key)} has ${formatPercent(result.rows[0].weight)} of the weight.` : "No row matches the query.");
       });
 
-    const draw = (found: Found, of: About) => {
-      const value = found.rows.length ? formatValue(found.value) : "nothing";
-      put(
-        answer,
-        h("p", { class: value.length > READ ? "value long" : "value", test: "data-value-found" }, value),
-        h("p", { class: "note", test: "data-explained" }, found.explained),
+    const drawAnswer = (result: TableAnswer, table: TableInfo) => {
+      const value = result.rows.length ? formatValue(result.value) : "nothing";
+      replaceChildren(
+        answerSection,
+        h("p", { class: value.length > MAX_LARGE_FONT_LETTERS ? "value long" : "value", test: "data-value-found" }, value),
+        h("p", { class: "note", test: "data-explained" }, result.explained),
         h(
           "table",
           {},
           h(
             "thead",
             {},
-            h("tr", {}, h("th", { class: "number" }, "weight"), h("th", { class: "share" }), h("th", {}, of.key.join(", ")), h("th", {}, of.value.join(", "))),
+            h("tr", {}, h("th", { class: "number" }, "weight"), h("th", { class: "share" }), h("th", {}, table.key.join(", ")), h("th", {}, table.value.join(", "))),
           ),
           h(
             "tbody",
             {},
-            ...found.rows.map((row, i) =>
+            ...result.rows.map((row, i) =>
               h(
                 "tr",
                 {},
-                h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, fixed(row.weight)),
-                h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: long(row.weight) } }))),
-                h("td", { class: "wide", test: `data-row-${i}-key` }, clipped(formatValue(row.key))),
-                h("td", { class: "wide", test: `data-row-${i}-value` }, clipped(formatValue(row.value))),
+                h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, formatFixed(row.weight)),
+                h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: formatBarWidth(row.weight) } }))),
+                h("td", { class: "wide", test: `data-row-${i}-key` }, clipText(formatValue(row.key))),
+                h("td", { class: "wide", test: `data-row-${i}-value` }, clipText(formatValue(row.value))),
               ),
             ),
           ),
         ),
-        h("p", { class: "note" }, "effective rows ", h("output", { test: "data-effective" }, fixed(found.effective_rows, 2)), ` of ${found.total.toLocaleString("en")}`),
+        h("p", { class: "note" }, "effective rows ", h("output", { test: "data-effective" }, formatFixed(result.effective_rows, 2)), ` of ${result.total.toLocaleString("en")}`),
       );
     };
 
     /** Without a query: shows the first rows, and an example of a query. */
-    const begin = (first: Row[], of: About) => {
-      const cells = (row: Row, names: string[]) => names.map((name) => row[name]);
-      const [one] = first.map((row) => formatValue(cells(row, of.key)));
-      query.placeholder = one && one.length <= LONG ? `${one}, or something similar` : `${of.key.join(", ")}, or something similar`;
-      if (first.length) where.placeholder = condition(first, of.columns);
-      const shown = [...of.key, ...of.value];
-      put(
-        answer,
-        h("p", { class: "note" }, first.length ? `First ${first.length === 1 ? "row" : `${first.length} rows`}:` : "No rows match."),
-        first.length > 0 &&
+    const drawFirstRows = (firstRows: Row[], table: TableInfo) => {
+      const pickCells = (row: Row, names: string[]) => names.map((name) => row[name]);
+      const [example] = firstRows.map((row) => formatValue(pickCells(row, table.key)));
+      query.placeholder = example && example.length <= MAX_EXAMPLE_LETTERS ? `${example}, or something similar` : `${table.key.join(", ")}, or something similar`;
+      if (firstRows.length) where.placeholder = suggestCondition(firstRows, table.columns);
+      const shownColumns = [...table.key, ...table.value];
+      replaceChildren(
+        answerSection,
+        h("p", { class: "note" }, firstRows.length ? `First ${firstRows.length === 1 ? "row" : `${firstRows.length} rows`}:` : "No rows match."),
+        firstRows.length > 0 &&
           h(
             "div",
             { class: "scroll" },
             h(
               "table",
               { class: "first" },
-              h("thead", {}, h("tr", {}, ...shown.map((name) => h("th", { scope: "col" }, name)))),
+              h("thead", {}, h("tr", {}, ...shownColumns.map((name) => h("th", { scope: "col" }, name)))),
               h(
                 "tbody",
                 {},
-                ...first.map((row, i) => h("tr", {}, ...shown.map((name) => h("td", { class: row[name] === null ? "note" : undefined, test: `data-first-${i}-${name}` }, clipped(formatValue(row[name])))))),
+                ...firstRows.map((row, i) => h("tr", {}, ...shownColumns.map((name) => h("td", { class: row[name] === null ? "note" : undefined, test: `data-first-${i}-${name}` }, clipText(formatValue(row[name])))))),
               ),
             ),
           ),
       );
     };
 
-    const pick = (name: string) => {
+    const selectTable = (name: string) => {
       where.value = ""; // it refers to columns of the previous table
-      void open(source.about.find((one) => one.name === name)!);
+      void openTable(source.tables.find((candidate) => candidate.name === name)!);
     };
     /** Opens a table and redraws the controls for it. */
-    const open = (of: About | null) =>
-      attempt(async () => {
-        chosen = of;
-        put(answer);
-        put(
-          tables,
-          source.about.length
-            ? labelled(
+    const openTable = (table: TableInfo | null) =>
+      runAction(async () => {
+        currentTable = table;
+        replaceChildren(answerSection);
+        replaceChildren(
+          tableControls,
+          source.tables.length
+            ? createField(
                 "Table",
-                select(source.about.map((one) => one.name), of?.name ?? "", pick, { test: "data-table" }),
+                createSelect(source.tables.map((candidate) => candidate.name), table?.name ?? "", selectTable, { test: "data-table" }),
               )
             : h("p", { class: "note" }, "No table yet: open a file, or drop one here."),
         );
-        if (!of) return put(columns);
-        const left = (of.skipped ?? []).map(({ why, rows }) => `. ${why}${rows.length ? `: ${listed(rows)}` : ""}`);
-        about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}${left.join("")}`;
-        const change = () => {
-          const [by, to] = [key.value, value.value === key.value ? REST : value.value];
+        if (!table) return replaceChildren(columnControls);
+        const skippedNotes = (table.skipped ?? []).map(({ why, rows }) => `. ${why}${rows.length ? `: ${formatRowNumbers(rows)}` : ""}`);
+        tableNote.textContent = `${table.name}: ${formatCount(table.rows, "row")}, ${table.key.join(", ")} → ${table.value.join(", ")}${skippedNotes.join("")}`;
+        const applyColumns = () => {
+          const [keyColumn, valueColumn] = [keySelect.value, valueSelect.value === keySelect.value ? ALL_OTHER_COLUMNS : valueSelect.value];
           // One after the other: the new tables have the same name, and the last choice must win.
-          turn = turn.then(() => attempt(async () => open(await source.by(of, by, to || null))));
-          return turn;
+          queue = queue.then(() => runAction(async () => openTable(await source.selectColumns(table, keyColumn, valueColumn || null))));
+          return queue;
         };
-        const key = select(of.columns, of.key[0], () => void change(), { test: "data-key" });
-        const all: [string, string] = [REST, "all other columns"];
-        const value = select([all, ...of.columns.map((name): [string, string] => [name, name])], of.value.length === 1 ? of.value[0] : REST, () => void change(), { test: "data-value" });
-        const past = await source.versions(of);
-        if (gone || chosen !== of) return;
-        const newest: [string, string] = ["", "the newest"];
-        const known = past.map((one): [string, string] => [String(one.number), `${one.number}: ${one.what}, ${counted(one.rows, "row")}`]);
-        version = past.length > 1 ? select([newest, ...known.reverse()], "", () => void show(), { test: "data-version" }) : null;
-        put(
-          columns,
-          labelled("Key", key),
-          labelled("Value", value),
-          labelled("Score", score),
-          labelled("Weighting", weighting),
-          source.whole && labelled("Only rows where", where, "a condition in Python’s syntax, with and, or, in"),
-          version && labelled("Version", version),
+        const keySelect = createSelect(table.columns, table.key[0], () => void applyColumns(), { test: "data-key" });
+        const allOthers: [string, string] = [ALL_OTHER_COLUMNS, "all other columns"];
+        const valueSelect = createSelect([allOthers, ...table.columns.map((name): [string, string] => [name, name])], table.value.length === 1 ? table.value[0] : ALL_OTHER_COLUMNS, () => void applyColumns(), { test: "data-value" });
+        const versions = await source.listVersions(table);
+        if (isRemoved || currentTable !== table) return;
+        const newestOption: [string, string] = ["", "the newest"];
+        const versionOptions = versions.map((version): [string, string] => [String(version.number), `${version.number}: ${version.what}, ${formatCount(version.rows, "row")}`]);
+        version = versions.length > 1 ? createSelect([newestOption, ...versionOptions.reverse()], "", () => void showAnswer(), { test: "data-version" }) : null;
+        replaceChildren(
+          columnControls,
+          createField("Key", keySelect),
+          createField("Value", valueSelect),
+          createField("Score", score),
+          createField("Weighting", weighting),
+          source.supportsConditions && createField("Only rows where", where, "a condition in Python’s syntax, with and, or, in"),
+          version && createField("Version", version),
         );
-        await show();
+        await showAnswer();
       });
 
-    const take = (files: FileList | null | undefined, read = (some: File[]) => source.upload(some[0])) =>
-      attempt(async () => {
-        const some = Array.from(files ?? []);
-        if (!some.length) return;
-        const size = some.reduce((sum, one) => sum + one.size, 0);
-        const before = about.textContent;
-        const waits = source.whole && size > LARGE;
-        about.textContent = waits ? `Reading ${Math.round(size / 1e6)} MB, which takes a while. A database made by qkv import opens at once.` : "Reading …";
+    const readFiles = (files: FileList | null | undefined, upload = (chosenFiles: File[]) => source.uploadFile(chosenFiles[0])) =>
+      runAction(async () => {
+        const selectedFiles = Array.from(files ?? []);
+        if (!selectedFiles.length) return;
+        const size = selectedFiles.reduce((sum, file) => sum + file.size, 0);
+        const previousNote = tableNote.textContent;
+        const isSlow = source.supportsConditions && size > LARGE_FILE_BYTES;
+        tableNote.textContent = isSlow ? `Reading ${Math.round(size / 1e6)} MB, which takes a while. A database made by qkv import opens at once.` : "Reading …";
         try {
-          const of = await read(some);
-          await open(of);
-          given.announce(`${of.name} is open.`);
+          const table = await upload(selectedFiles);
+          await openTable(table);
+          context.announce(`${table.name} is open.`);
         } catch (error) {
-          about.textContent = before;
+          tableNote.textContent = previousNote;
           throw error;
         }
       });
-    const file = h("input", {
+    const fileInput = h("input", {
       type: "file",
       test: "data-file",
       accept: source.formats.map((ending) => `.${ending}`).join(","),
-      on: { change: () => void take(file.files) },
+      on: { change: () => void readFiles(fileInput.files) },
     });
-    const folder = h("input", {
+    const folderInput = h("input", {
       type: "file",
       test: "data-folder",
       webkitdirectory: true,
-      on: { change: () => void take(folder.files, source.folder!) },
+      on: { change: () => void readFiles(folderInput.files, source.uploadFolder!) },
     });
-    const drop = h(
+    const dropZone = h(
       "div",
       {
         class: "drop",
@@ -298,41 +298,41 @@ export const view: View = {
         on: {
           dragover: (event: DragEvent) => {
             event.preventDefault();
-            drop.classList.add("over");
+            dropZone.classList.add("over");
           },
-          dragleave: () => drop.classList.remove("over"),
+          dragleave: () => dropZone.classList.remove("over"),
           drop: (event: DragEvent) => {
             event.preventDefault();
-            drop.classList.remove("over");
-            void take(event.dataTransfer?.files);
+            dropZone.classList.remove("over");
+            void readFiles(event.dataTransfer?.files);
           },
         },
       },
-      tables,
-      opener(
+      tableControls,
+      createFileButton(
         "File",
         "Open a file, or drop it here",
-        file,
-        `${source.formats.join(", ")}. ${STORED[given.backend ? given.host : "file"]}`,
+        fileInput,
+        `${source.formats.join(", ")}. ${STORAGE_NOTES[context.backend ? context.host : "file"]}`,
       ),
-      source.folder && opener("Database", "Open a folder", folder, "For example books.qkv."),
+      source.uploadFolder && createFileButton("Database", "Open a folder", folderInput, "For example books.qkv."),
     );
     const element = h(
       "div",
       { class: "data" },
-      drop,
-      about,
-      columns,
-      h("div", { class: "query" }, labelled("Query", query)),
-      trouble,
-      answer,
+      dropZone,
+      tableNote,
+      columnControls,
+      h("div", { class: "query" }, createField("Query", query)),
+      errorText,
+      answerSection,
     );
-    at.append(element);
-    void open(chosen);
+    container.append(element);
+    void openTable(currentTable);
     // In a notebook the focus stays in the cell.
-    if (given.host !== "notebook") query.focus({ preventScroll: true });
+    if (context.host !== "notebook") query.focus({ preventScroll: true });
     return () => {
-      gone = true;
+      isRemoved = true;
       clearTimeout(timer);
       element.remove();
     };

@@ -1,22 +1,22 @@
 /** The view Database: rows and a query, scores → weights → value, with a soft and a hard answer. */
 
-import { alsoBest, alsoHeaviest, card } from "../database/cards";
-import { choices } from "../database/choices";
+import { describeScoreTies, describeWeightTies, createCard } from "../database/cards";
+import { createChoices } from "../database/choices";
 import { EXAMPLES } from "../database/examples";
-import { type Outcome, State, inOneLine, spell, typed } from "../database/state";
-import { table } from "../database/table";
-import { fixed, h, labelled } from "../dom";
-import { counted, figure, percent, formatValue } from "../numbers";
+import { type Outcome, State, toOneLine, formatField, fromOneLine } from "../database/state";
+import { createTable } from "../database/table";
+import { formatFixed, h, createField } from "../dom";
+import { formatCount, formatWeight, formatPercent, formatValue } from "../numbers";
 import type { View } from "../view";
 
 /** Milliseconds after the last key press until Python is asked or a sentence is announced. */
-const PAUSE = 200;
+const DELAY_MS = 200;
 
 /** Milliseconds until the page reports that Python has not answered. */
-const LATE = 10_000;
+const ANSWER_TIMEOUT_MS = 10_000;
 
 /** A query with more letters gets its own line. */
-const LONG = 24;
+const MAX_INLINE_QUERY_LETTERS = 24;
 
 const STYLE = `
 .database .examples { margin-bottom: 1.25rem; }
@@ -105,23 +105,23 @@ export const view: View = {
   name: "database",
   title: "Database",
   style: STYLE,
-  mount(at, given) {
-    const state = new State(given.backend, given.data);
-    const own = Array.isArray(given.data.rows);
-    const starts = [
-      ...(own ? [{ name: "given", title: "Your rows", open: () => state.open(given.data) }] : []),
-      ...(given.data.examples === false ? [] : EXAMPLES).map((example) => ({
+  mount(container, context) {
+    const state = new State(context.backend, context.data);
+    const hasRows = Array.isArray(context.data.rows);
+    const startOptions = [
+      ...(hasRows ? [{ name: "given", title: "Your rows", open: () => state.loadData(context.data) }] : []),
+      ...(context.data.examples === false ? [] : EXAMPLES).map((example) => ({
         name: example.name,
         title: example.title,
-        open: () => state.example(example),
+        open: () => state.loadExample(example),
       })),
     ];
     let timer: ReturnType<typeof setTimeout> | undefined;
-    let gone = false;
+    let isRemoved = false;
 
-    const about = h("p", { class: "note about", test: "about" });
-    const trouble = h("p", { class: "error", role: "alert", test: "trouble", hidden: true });
-    const asked = h("p", { class: "note", test: "note", hidden: true });
+    const tableNote = h("p", { class: "note about", test: "about" });
+    const errorText = h("p", { class: "error", role: "alert", test: "trouble", hidden: true });
+    const sourceNote = h("p", { class: "note", test: "note", hidden: true });
     const query = h("input", {
       type: "text",
       test: "query",
@@ -129,108 +129,108 @@ export const view: View = {
       spellcheck: "false",
       on: {
         input: () => {
-          state.query.text = typed(query.value);
-          changed(false);
+          state.query.text = fromOneLine(query.value);
+          handleChange(false);
         },
       },
     });
-    const soft = card("answer", "Soft", "all rows, weighted by how similar their keys are to the query", alsoHeaviest);
-    const hard = card("hard", "Hard", "only the row with the largest score", alsoBest);
+    const soft = createCard("answer", "Soft", "all rows, weighted by how similar their keys are to the query", describeWeightTies);
+    const hard = createCard("hard", "Hard", "only the row with the largest score", describeScoreTies);
     soft.element.classList.add("soft");
 
-    const show = () => {
-      if (state.waiting) {
+    const showOutcome = () => {
+      if (state.isWaiting) {
         // The last answer stays until Python sends the next one.
-        trouble.hidden = true;
-        asked.textContent = "Waiting for Python …";
-        asked.hidden = false;
+        errorText.hidden = true;
+        sourceNote.textContent = "Waiting for Python …";
+        sourceNote.hidden = false;
         return;
       }
       let outcome: Outcome | null = null;
-      trouble.hidden = true;
+      errorText.hidden = true;
       try {
-        outcome = state.outcome();
+        outcome = state.computeOutcome();
       } catch (error) {
-        trouble.textContent = error instanceof Error ? error.message : String(error);
-        trouble.hidden = false;
+        errorText.textContent = error instanceof Error ? error.message : String(error);
+        errorText.hidden = false;
       }
-      rows.show(outcome);
-      chosen.show(outcome);
+      rowTable.show(outcome);
+      controls.show(outcome);
       if (!outcome) {
-        fail();
+        clearAnswers();
         return;
       }
-      const values = state.table().map((row) => row.value);
-      soft.show(outcome.soft, values);
-      hard.show(outcome.hard, values);
-      asked.textContent = remark(state, outcome);
-      asked.hidden = asked.textContent === "";
-      speak(outcome);
+      const values = state.getRows().map((row) => row.value);
+      soft.showAnswer(outcome.soft, values);
+      hard.showAnswer(outcome.hard, values);
+      sourceNote.textContent = describeSource(state, outcome);
+      sourceNote.hidden = sourceNote.textContent === "";
+      announceOutcome(outcome);
     };
-    const fail = () => {
-      soft.fail();
-      hard.fail();
-      rows.show(null);
-      asked.hidden = true;
+    const clearAnswers = () => {
+      soft.clear();
+      hard.clear();
+      rowTable.show(null);
+      sourceNote.hidden = true;
     };
-    const speak = (outcome: Outcome) => {
+    const announceOutcome = (outcome: Outcome) => {
       clearTimeout(timer);
       timer = setTimeout(() => {
-        if (gone) return;
+        if (isRemoved) return;
         const [first] = outcome.soft.rows;
-        const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : formatValue(outcome.soft.pooled);
-        given.announce(
+        const value = typeof outcome.soft.pooled === "number" ? formatFixed(outcome.soft.pooled, 2) : formatValue(outcome.soft.pooled);
+        context.announce(
           first
-            ? `${value}. ${spell(first.key)} ${outcome.soft.shares ? `has ${percent(first.weight)} of the weight` : `has weight ${figure(first.weight)}`}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
+            ? `${value}. ${formatField(first.key)} ${outcome.soft.isNormalized ? `has ${formatPercent(first.weight)} of the weight` : `has weight ${formatWeight(first.weight)}`}; effective rows ${formatFixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
             : "No row matches the query: all weights are 0.",
         );
-      }, 3 * PAUSE);
+      }, 3 * DELAY_MS);
     };
-    const changed = (structure: boolean, fresh = false, edited = false) => {
-      if (!fresh) state.touch(edited);
-      given.unsaved(state.edited);
+    const handleChange = (structure: boolean, isNewTable = false, edited = false) => {
+      if (!isNewTable) state.recordChange(edited);
+      context.setUnsaved(state.isEdited);
       if (structure) {
-        query.value = inOneLine(state.query.text);
+        query.value = toOneLine(state.query.text);
         // The layout does not change while the user types.
-        asking.classList.toggle("long", query.value.length > LONG);
-        rows.draw(fresh);
-        chosen.draw();
+        queryRow.classList.toggle("long", query.value.length > MAX_INLINE_QUERY_LETTERS);
+        rowTable.draw(isNewTable);
+        controls.draw();
       }
-      show();
-      if (state.wants && state.backend) void ask();
+      showOutcome();
+      if (state.needsPython && state.backend) void scheduleRequest();
     };
-    let waiting: ReturnType<typeof setTimeout> | undefined;
-    const ask = () => {
-      clearTimeout(waiting);
-      waiting = setTimeout(async () => {
+    let requestTimer: ReturnType<typeof setTimeout> | undefined;
+    const scheduleRequest = () => {
+      clearTimeout(requestTimer);
+      requestTimer = setTimeout(async () => {
         // The last answer must not stay visible next to a different query.
-        const late = setTimeout(() => {
-          if (gone || !state.waiting) return;
-          fail();
-          const again = given.host === "notebook" ? " If the kernel was restarted, run the cell again." : "";
-          trouble.textContent = `Python has not answered yet. It may be busy.${again}`;
-          trouble.hidden = false;
-        }, LATE);
+        const timeout = setTimeout(() => {
+          if (isRemoved || !state.isWaiting) return;
+          clearAnswers();
+          const kernelHint = context.host === "notebook" ? " If the kernel was restarted, run the cell again." : "";
+          errorText.textContent = `Python has not answered yet. It may be busy.${kernelHint}`;
+          errorText.hidden = false;
+        }, ANSWER_TIMEOUT_MS);
         try {
-          if ((await state.fetch()) && !gone) rows.draw(false);
+          if ((await state.fetchFromPython()) && !isRemoved) rowTable.draw(false);
         } catch (error) {
-          if (gone) return;
-          if (state.waiting) fail();
-          trouble.textContent = `Python: ${error instanceof Error ? error.message : error}`;
-          trouble.hidden = false;
+          if (isRemoved) return;
+          if (state.isWaiting) clearAnswers();
+          errorText.textContent = `Python: ${error instanceof Error ? error.message : error}`;
+          errorText.hidden = false;
           return;
         } finally {
-          clearTimeout(late);
+          clearTimeout(timeout);
         }
-        if (gone) return;
-        show();
-        if (state.wants) ask();
-      }, PAUSE);
+        if (isRemoved) return;
+        showOutcome();
+        if (state.needsPython) scheduleRequest();
+      }, DELAY_MS);
     };
 
-    const rows = table(state, (structure, edited = true) => changed(structure, false, edited));
-    const chosen = choices(state, () => changed(false));
-    const buttons = starts.map(({ name, title, open }) =>
+    const rowTable = createTable(state, (structure, edited = true) => handleChange(structure, false, edited));
+    const controls = createChoices(state, () => handleChange(false));
+    const buttons = startOptions.map(({ name, title, open }) =>
       h(
         "button",
         {
@@ -240,56 +240,56 @@ export const view: View = {
             click: () => {
               open();
               for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.testid === `example-${name}`));
-              about.textContent = state.note;
-              about.hidden = !state.note;
-              changed(true, true);
+              tableNote.textContent = state.note;
+              tableNote.hidden = !state.note;
+              handleChange(true, true);
             },
           },
         },
         title,
       ),
     );
-    const asking = h("div", { class: "asking" }, h("div", { class: "query" }, labelled("Query q", query)), chosen.element);
+    const queryRow = h("div", { class: "asking" }, h("div", { class: "query" }, createField("Query q", query)), controls.element);
     const element = h(
       "div",
       { class: "database" },
-      starts.length > 1 ? h("div", { class: "row examples", role: "group", "aria-label": "Start from" }, ...buttons) : null,
-      about,
-      asking,
-      chosen.formulas,
-      trouble,
-      asked,
+      startOptions.length > 1 ? h("div", { class: "row examples", role: "group", "aria-label": "Start from" }, ...buttons) : null,
+      tableNote,
+      queryRow,
+      controls.formulas,
+      errorText,
+      sourceNote,
       h("div", { class: "answers" }, soft.element, hard.element),
-      rows.element,
+      rowTable.element,
     );
-    at.append(element);
+    container.append(element);
     buttons[0].click();
     return () => {
-      gone = true;
+      isRemoved = true;
       clearTimeout(timer);
-      clearTimeout(waiting);
+      clearTimeout(requestTimer);
       element.remove();
     };
   },
 };
 
 /** Says where the numbers come from, if that is not obvious. */
-function remark(state: State, outcome: Outcome): string {
+function describeSource(state: State, outcome: Outcome): string {
   const parts: string[] = [];
-  if (state.others) {
-    const here = state.lines.length.toLocaleString("en");
-    const all = (state.lines.length + state.others).toLocaleString("en");
+  if (state.otherRowCount) {
+    const pageRows = state.lines.length.toLocaleString("en");
+    const allRows = (state.lines.length + state.otherRowCount).toLocaleString("en");
     parts.push(
-      outcome.asked
-        ? `Computed from all ${all} rows. The table shows the ${here} with the most weight.`
-        : `Computed from the ${here} rows in this table, not from all ${all}.`,
+      outcome.isFromPython
+        ? `Computed from all ${allRows} rows. The table shows the ${pageRows} with the most weight.`
+        : `Computed from the ${pageRows} rows in this table, not from all ${allRows}.`,
     );
   }
-  if (state.foreign) {
+  if (state.unnamedChoices) {
     parts.push(
-      outcome.asked
-        ? `Python computed these numbers with ${state.foreign}, which the page cannot compute.`
-        : `Python used ${state.foreign}. The page now uses the score and the weighting chosen above.`,
+      outcome.isFromPython
+        ? `Python computed these numbers with ${state.unnamedChoices}, which the page cannot compute.`
+        : `Python used ${state.unnamedChoices}. The page now uses the score and the weighting chosen above.`,
     );
   }
   if (outcome.encoder !== state.encoder) {
@@ -299,7 +299,7 @@ function remark(state: State, outcome: Outcome): string {
         : `The encoder “${state.encoder}” needs Python, and this page runs without it. The page compares letters instead.`,
     );
   }
-  const missing = outcome.soft.missing + (outcome.asked ? 0 : state.leftOut);
-  if (missing) parts.push(`${counted(missing, "row")} without a value ${missing === 1 ? "is" : "are"} ignored.`);
+  const missing = outcome.soft.missing + (outcome.isFromPython ? 0 : state.ignoredRowCount);
+  if (missing) parts.push(`${formatCount(missing, "row")} without a value ${missing === 1 ? "is" : "are"} ignored.`);
   return parts.join(" ");
 }

@@ -1,14 +1,14 @@
 /** The view Model: the heads of a transformer, all of them small and one of them large. */
 
-import { bars } from "../bars";
-import { fixed, h, labelled } from "../dom";
-import { STYLE as HEADS, grid } from "../heads";
+import { createBars } from "../bars";
+import { formatFixed, h, createField } from "../dom";
+import { STYLE as HEADS_STYLE, createHeadGrid } from "../heads";
 import { Heatmap } from "../heatmap";
-import { type Matrix, value } from "../picture";
-import type { Given, View } from "../view";
-import { type Tensor, part } from "../wire";
+import { type Matrix, readValue } from "../picture";
+import type { ViewContext, View } from "../view";
+import { type Tensor, loadPart } from "../wire";
 
-interface Heads {
+interface HeadsData {
   /** The layers' names. */
   names: string[];
   /** Bytes (layers, heads, rows, columns): a weight is byte² × the scale of its head. */
@@ -25,7 +25,7 @@ interface Heads {
   note?: string;
 }
 
-const STYLE = `${HEADS}
+const STYLE = `${HEADS_STYLE}
 .model-ask { display: grid; grid-template-columns: minmax(0, 1fr) auto; gap: 0.75rem; align-items: end; margin-bottom: 1rem; }
 @container page (max-width: 32rem) { .model-ask { grid-template-columns: minmax(0, 1fr); } }
 .model { display: grid; gap: 2rem; grid-template-columns: minmax(0, max-content); }
@@ -34,34 +34,34 @@ const STYLE = `${HEADS}
 `;
 
 /** Without a captured model: asks Python for the heads of the bundled MiniLM for a sentence. */
-function asking(at: HTMLElement, given: Given): () => void {
+function mountModelForm(container: HTMLElement, context: ViewContext): () => void {
   const note = "No model was captured. In Python: with qkv.transformers.capture(model) as heads: …, then heads.show().";
-  if (!given.backend) {
-    at.append(h("p", { class: "note" }, note));
-    return () => at.replaceChildren();
+  if (!context.backend) {
+    container.append(h("p", { class: "note" }, note));
+    return () => container.replaceChildren();
   }
-  const { backend } = given;
-  let undo = () => {};
-  const found = h("div");
-  const trouble = h("p", { class: "note", role: "status", test: "model-status" });
+  const { backend } = context;
+  let unmount = () => {};
+  const result = h("div");
+  const status = h("p", { class: "note", role: "status", test: "model-status" });
   const text = h("input", { type: "text", test: "model-text", value: "The animal did not cross the street because it was tired." });
-  let asked = 0;
-  const read = async () => {
-    const mine = ++asked;
+  let lastRequest = 0;
+  const fetchHeads = async () => {
+    const request = ++lastRequest;
     if (text.value.trim() === "") {
-      trouble.textContent = "Type a sentence first.";
+      status.textContent = "Type a sentence first.";
       return;
     }
-    trouble.textContent = "Waiting for MiniLM …";
+    status.textContent = "Waiting for MiniLM …";
     try {
       const data = await backend.call("model", { text: text.value });
-      if (mine !== asked) return;
-      undo();
-      found.replaceChildren();
-      undo = mount(found, { ...given, data });
-      trouble.textContent = "";
+      if (request !== lastRequest) return;
+      unmount();
+      result.replaceChildren();
+      unmount = mount(result, { ...context, data });
+      status.textContent = "";
     } catch (error) {
-      if (mine === asked) trouble.textContent = error instanceof Error ? error.message : String(error);
+      if (request === lastRequest) status.textContent = error instanceof Error ? error.message : String(error);
     }
   };
   const form = h(
@@ -71,124 +71,124 @@ function asking(at: HTMLElement, given: Given): () => void {
       on: {
         submit: (event: Event) => {
           event.preventDefault();
-          void read();
+          void fetchHeads();
         },
       },
     },
-    labelled("Sentence", text),
+    createField("Sentence", text),
     h("button", { class: "main", test: "model-read" }, "Show the heads of MiniLM"),
   );
-  at.append(form, trouble, found);
+  container.append(form, status, result);
   // On a server the example is shown at once; in a notebook only on request.
-  if (given.host === "server") void read();
-  const themed = () => found.dispatchEvent(new CustomEvent("theme"));
-  at.addEventListener("theme", themed);
+  if (context.host === "server") void fetchHeads();
+  const forwardTheme = () => result.dispatchEvent(new CustomEvent("theme"));
+  container.addEventListener("theme", forwardTheme);
   return () => {
-    asked += 1;
-    undo();
-    at.removeEventListener("theme", themed);
-    at.replaceChildren();
+    lastRequest += 1;
+    unmount();
+    container.removeEventListener("theme", forwardTheme);
+    container.replaceChildren();
   };
 }
 
-function mount(at: HTMLElement, given: Given): () => void {
-  const all: Heads = given.data;
-  if (!all.weights) return asking(at, given);
-  const [layers, heads, rows, cols] = all.weights.shape;
-  const matrix = async (layer: number, head: number): Promise<Matrix> => {
+function mount(container: HTMLElement, context: ViewContext): () => void {
+  const headsData: HeadsData = context.data;
+  if (!headsData.weights) return mountModelForm(container, context);
+  const [layers, heads, rows, cols] = headsData.weights.shape;
+  const getMatrix = async (layer: number, head: number): Promise<Matrix> => {
     const i = layer * heads + head;
-    const data = await part(all.weights, i * rows * cols, (i + 1) * rows * cols);
-    return { data, rows, cols, scale: all.scale.data[i], root: true };
+    const data = await loadPart(headsData.weights, i * rows * cols, (i + 1) * rows * cols);
+    return { data, rows, cols, scale: headsData.scale.data[i], hasRootScale: true };
   };
-  const small = (layer: number, head: number): Matrix => {
-    const [rows, cols] = all.small.shape.slice(2);
+  const getThumbnail = (layer: number, head: number): Matrix => {
+    const [rows, cols] = headsData.small.shape.slice(2);
     const i = layer * heads + head;
-    const data = all.small.data.subarray(i * rows * cols, (i + 1) * rows * cols);
-    return { data, rows, cols, scale: all.scale.data[i], root: true };
+    const data = headsData.small.data.subarray(i * rows * cols, (i + 1) * rows * cols);
+    return { data, rows, cols, scale: headsData.scale.data[i], hasRootScale: true };
   };
-  const names = (count: number, of: number) => {
-    if (all.tokens?.length === count) return all.tokens;
-    if (count === of) return undefined;
-    return Array.from({ length: count }, (_, i) => String(Math.ceil((i * of) / count)));
+  const getNames = (count: number, total: number) => {
+    if (headsData.tokens?.length === count) return headsData.tokens;
+    if (count === total) return undefined;
+    return Array.from({ length: count }, (_, i) => String(Math.ceil((i * total) / count)));
   };
-  const [rowNames, colNames] = [names(rows, all.queries), names(cols, all.keys)];
-  const most = Math.log(all.keys);
-  const entropy = (layer: number, head: number) => all.entropy.data[layer * heads + head];
+  const [rowNames, colNames] = [getNames(rows, headsData.queries), getNames(cols, headsData.keys)];
+  const maxEntropy = Math.log(headsData.keys);
+  const getEntropy = (layer: number, head: number) => headsData.entropy.data[layer * heads + head];
 
-  let chosen = small(0, 0);
-  let asked = 0;
+  let selectedMatrix = getThumbnail(0, 0);
+  let lastRequest = 0;
   const title = h("h3", { test: "head-title" });
-  const about = h("p", { class: "note", test: "head-entropy" });
-  const whose = h("p", { class: "hint", test: "head-row" });
-  const list = bars(8, "head-bars");
-  const row = (i: number) => {
-    whose.textContent = `${rowNames ? `“${rowNames[i]}”` : `Query ${i}`} attends to`;
-    const name = (j: number) => colNames?.[j] ?? String(j);
-    list.show(Array.from({ length: cols }, (_, j) => ({ name: name(j), weight: value(chosen, i, j) })));
+  const entropyText = h("p", { class: "note", test: "head-entropy" });
+  const rowCaption = h("p", { class: "hint", test: "head-row" });
+  const barList = createBars(8, "head-bars");
+  const showRow = (i: number) => {
+    rowCaption.textContent = `${rowNames ? `“${rowNames[i]}”` : `Query ${i}`} attends to`;
+    const getName = (j: number) => colNames?.[j] ?? String(j);
+    barList.show(Array.from({ length: cols }, (_, j) => ({ name: getName(j), weight: readValue(selectedMatrix, i, j) })));
   };
-  const large = new Heatmap({
+  const heatmap = new Heatmap({
     label: "Weights of one head",
-    matrix: chosen,
+    matrix: selectedMatrix,
     rowNames,
     colNames,
     rowTitle: "query",
     colTitle: "key",
-    given,
-    at,
+    context,
+    viewElement: container,
     side: 520,
     test: "head",
-    onCell: (cell) => cell && row(cell.row),
+    onCell: (cell) => cell && showRow(cell.row),
   });
-  const choose = async (layer: number, head: number) => {
-    const mine = ++asked;
-    const nats = entropy(layer, head);
+  const selectHead = async (layer: number, head: number) => {
+    const request = ++lastRequest;
+    const nats = getEntropy(layer, head);
     title.textContent = `Layer ${layer}, head ${head}`;
-    about.textContent = Number.isNaN(nats)
+    entropyText.textContent = Number.isNaN(nats)
       ? "Entropy: unknown, because not all weights were captured."
-      : `Entropy ${fixed(nats)} of at most ${fixed(most)}: about ${fixed(Math.exp(nats), 1)} of ${all.keys} keys.`;
-    const found = await matrix(layer, head);
-    if (mine !== asked) return;
-    chosen = found;
-    large.update(chosen, { rowNames, colNames, label: `Weights of layer ${layer}, head ${head}` });
-    row(0);
+      : `Entropy ${formatFixed(nats)} of at most ${formatFixed(maxEntropy)}: about ${formatFixed(Math.exp(nats), 1)} of ${headsData.keys} keys.`;
+    const loaded = await getMatrix(layer, head);
+    if (request !== lastRequest) return;
+    selectedMatrix = loaded;
+    heatmap.update(selectedMatrix, { rowNames, colNames, label: `Weights of layer ${layer}, head ${head}` });
+    showRow(0);
   };
-  const pictures = grid({
+  const headGrid = createHeadGrid({
     rows: Array.from({ length: layers }, (_, i) => `layer ${i}`),
     cols: Array.from({ length: heads }, (_, j) => String(j)),
-    matrix: small,
-    entropy,
-    most,
-    label: (layer, head) => `Layer ${layer}, head ${head}`,
-    choose: (layer, head) => {
-      void choose(layer, head);
-      given.announce(`${title.textContent}. ${about.textContent}`);
+    getMatrix: getThumbnail,
+    getEntropy,
+    maxEntropy,
+    getLabel: (layer, head) => `Layer ${layer}, head ${head}`,
+    onChoose: (layer, head) => {
+      void selectHead(layer, head);
+      context.announce(`${title.textContent}. ${entropyText.textContent}`);
     },
-    given,
-    at,
+    context,
+    viewElement: container,
   });
 
   const sentences = [
-    `${layers} layers × ${heads} heads, ${all.queries} queries × ${all.keys} keys.`,
+    `${layers} layers × ${heads} heads, ${headsData.queries} queries × ${headsData.keys} keys.`,
     "Each picture has its own scale, from 0 to its largest weight. The number below it is the mean entropy of its rows,",
-    `from 0 (one key) to ${fixed(most, 2)} (all ${all.keys} keys equally).`,
-    all.note ?? "",
+    `from 0 (one key) to ${formatFixed(maxEntropy, 2)} (all ${headsData.keys} keys equally).`,
+    headsData.note ?? "",
   ];
-  at.append(
+  container.append(
     h("h2", {}, "Attention weights of all heads"),
     h("p", { class: "note", test: "model-about" }, sentences.join(" ")),
     h(
       "div",
       { class: "model" },
-      h("div", { class: "scroll" }, pictures.element),
-      h("div", { class: "head-large" }, h("div", {}, title, about), large.element, h("div", {}, whose, list.element)),
+      h("div", { class: "scroll" }, headGrid.element),
+      h("div", { class: "head-large" }, h("div", {}, title, entropyText), heatmap.element, h("div", {}, rowCaption, barList.element)),
     ),
   );
-  void choose(0, 0);
+  void selectHead(0, 0);
   return () => {
-    asked += 1;
-    pictures.destroy();
-    large.destroy();
-    at.replaceChildren();
+    lastRequest += 1;
+    headGrid.destroy();
+    heatmap.destroy();
+    container.replaceChildren();
   };
 }
 

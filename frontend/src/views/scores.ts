@@ -1,24 +1,24 @@
 /** The view Scores: similarity functions as surfaces over q and k, and the weights computed from them. */
 
-import { around, axes, frame, path, said } from "../axes";
-import { stems } from "../stems";
-import { long } from "../bars";
-import { fixed, h, labelled, onceAFrame, put, s, select } from "../dom";
+import { computeRange, createAxes, createFrame, formatPath, formatTick } from "../axes";
+import { drawStems } from "../stems";
+import { formatBarWidth } from "../bars";
+import { formatFixed, h, createField, throttleToFrame, replaceChildren, s, createSelect } from "../dom";
 import * as equation from "../equation";
 import { Heatmap } from "../heatmap";
-import { clamp, numeral } from "../numbers";
-import { thumbnail } from "../picture";
-import { type Slider, slider } from "../slider";
-import { pythonOnly } from "../registered";
-import type { Given, View } from "../view";
-import { SIMILARITIES, SPACES, type Setting, type Similarity, WEIGHTED } from "../scores/similarities";
+import { clamp, formatSignificant } from "../numbers";
+import { drawThumbnail } from "../picture";
+import { type Slider, createSlider } from "../slider";
+import { listPythonOnly } from "../registrations";
+import type { ViewContext, View } from "../view";
+import { SIMILARITIES, SPACES, type Setting, type Similarity, WEIGHTING_SETTINGS } from "../scores/similarities";
 
 /** Rows and columns of a surface, points of the curve, and rows and columns of a small picture. */
-const CELLS = 41;
-const CURVE = 240;
-const SMALL = 25;
+const GRID_CELLS = 41;
+const CURVE_POINTS = 240;
+const THUMBNAIL_CELLS = 25;
 /** The position of the first query. */
-const START = 26;
+const START_INDEX = 26;
 
 type Values = Record<string, number>;
 
@@ -37,37 +37,37 @@ interface Numbers {
 }
 
 
-function grid({ low, high }: { low: number; high: number }, count: number): number[] {
+function computeGrid({ low, high }: { low: number; high: number }, count: number): number[] {
   return Array.from({ length: count }, (_, i) => Number((low + ((high - low) * i) / (count - 1)).toPrecision(6)));
 }
 
-function mount(at: HTMLElement, given: Given): () => void {
-  const extraScores = new Map(pythonOnly(given, "scores"));
-  const extraWeightings = new Map(pythonOnly(given, "weightings"));
+function mount(container: HTMLElement, context: ViewContext): () => void {
+  const extraScores = new Map(listPythonOnly(context, "scores"));
+  const extraWeightings = new Map(listPythonOnly(context, "weightings"));
   const similarities: Similarity[] = [
     ...SIMILARITIES,
-    ...Array.from(extraScores.keys(), (name) => ({ name, note: "Computed by Python.", settings: {}, like: () => name })),
+    ...Array.from(extraScores.keys(), (name) => ({ name, note: "Computed by Python.", settings: {}, toScore: () => name })),
   ];
   const titleOf = (name: string) => equation.SCORES[name]?.title ?? extraScores.get(name) ?? name;
   const formulaOf = (name: string) => equation.SCORES[name]?.formula ?? `s = ${name}(q, k)`;
-  let chosen = Math.max(similarities.findIndex((x) => x.name === given.data.score), 0);
+  let selectedIndex = Math.max(similarities.findIndex((x) => x.name === context.data.score), 0);
   let space = SPACES[0];
   let weighting = "softmax";
-  let q = grid(space.range, CELLS)[START];
+  let q = computeGrid(space.range, GRID_CELLS)[START_INDEX];
   let k = q;
   /** The settings of each score or weighting, by its name. */
-  const kept = new Map<string, Values>();
-  const values = (name: string, settings: Record<string, Setting>): Values => {
-    let found = kept.get(name);
-    if (!found) {
-      found = Object.fromEntries(Object.entries(settings).map(([key, { value }]) => [key, value]));
-      kept.set(name, found);
+  const settingsByName = new Map<string, Values>();
+  const getSettings = (name: string, settings: Record<string, Setting>): Values => {
+    let savedValues = settingsByName.get(name);
+    if (!savedValues) {
+      savedValues = Object.fromEntries(Object.entries(settings).map(([key, { value }]) => [key, value]));
+      settingsByName.set(name, savedValues);
     }
-    return found;
+    return savedValues;
   };
-  const like = () => similarities[chosen].like(values(similarities[chosen].name, similarities[chosen].settings));
-  const weighed = (): equation.Like => ({ name: weighting, ...values(weighting, WEIGHTED[weighting] ?? {}) });
-  const cells = () => grid(space.range, CELLS);
+  const getScore = () => similarities[selectedIndex].toScore(getSettings(similarities[selectedIndex].name, similarities[selectedIndex].settings));
+  const getWeighting = (): equation.NameOrSettings => ({ name: weighting, ...getSettings(weighting, WEIGHTING_SETTINGS[weighting] ?? {}) });
+  const getCells = () => computeGrid(space.range, GRID_CELLS);
 
   // Controls.
 
@@ -76,65 +76,65 @@ function mount(at: HTMLElement, given: Given): () => void {
     const title = titleOf(name);
     const button = h(
       "button",
-      { type: "button", class: "card", test: `score-${name}`, on: { click: () => choose(i) } },
+      { type: "button", class: "card", test: `score-${name}`, on: { click: () => selectScore(i) } },
       picture,
       h("span", {}, title),
     );
     return { button, picture };
   });
 
-  function choose(i: number) {
-    chosen = i;
-    if (similarities[i].learned && space !== SPACES[0]) {
+  function selectScore(i: number) {
+    selectedIndex = i;
+    if (similarities[i].isLearned && space !== SPACES[0]) {
       space = SPACES[0];
-      q = k = cells()[START];
+      q = k = getCells()[START_INDEX];
     }
-    arrange();
-    given.announce(`${titleOf(similarities[i].name)}: ${formulaOf(similarities[i].name)}`);
+    rebuild();
+    context.announce(`${titleOf(similarities[i].name)}: ${formulaOf(similarities[i].name)}`);
   }
 
-  const spaces = select(
+  const spaceSelect = createSelect(
     SPACES.map(({ name, title }): [string, string] => [name, title]),
     space.name,
-    (to) => {
-      space = SPACES.find(({ name }) => name === to)!;
-      q = k = cells()[START];
-      arrange();
+    (newValue) => {
+      space = SPACES.find(({ name }) => name === newValue)!;
+      q = k = getCells()[START_INDEX];
+      rebuild();
     },
     { test: "scores-space" },
   );
-  const weightings = select(
+  const weightingSelect = createSelect(
     [...Object.entries(equation.WEIGHTINGS).map(([name, { title }]): [string, string] => [name, title]), ...extraWeightings],
     weighting,
-    (to) => {
-      weighting = to;
-      arrange();
+    (newValue) => {
+      weighting = newValue;
+      rebuild();
     },
     { test: "scores-weighting" },
   );
-  const query: Slider = slider({
+  const querySlider: Slider = createSlider({
     label: "Query q",
     range: space.range,
     value: q,
     test: "scores-q",
-    change: (to) => {
-      q = to;
+    onChange: (newValue) => {
+      q = newValue;
       draw();
     },
   });
   const scoreSettings = h("div", { class: "controls" });
   const weightSettings = h("div", { class: "controls" });
 
-  function settings(of: string, all: Record<string, Setting>): HTMLElement[] {
-    const now = values(of, all);
+  function createSliders(name: string, all: Record<string, Setting>): HTMLElement[] {
+    const current = getSettings(name, all);
     return Object.entries(all).map(
       ([key, setting]) =>
-        slider({
+        createSlider({
           ...setting,
-          value: now[key],
+          value: current[key],
           test: `setting-${key}`,
-          change: (to) => {
-            now[key] = to;
+          onChange: (newValue) => {
+            current[key] = newValue;
             draw();
           },
         }).element,
@@ -151,12 +151,12 @@ function mount(at: HTMLElement, given: Given): () => void {
   const scoreMap = h("div");
   const weightMap = h("div");
   let maps: Heatmap[] = [];
-  const section = s("svg", { class: "plot", role: "img", test: "scores-section" });
+  const sectionPlot = s("svg", { class: "plot", role: "img", test: "scores-section" });
   const weightBars = s("svg", { class: "plot", role: "img", test: "scores-bars" });
-  const box = h("div", { class: "plot-box" }, section, weightBars);
+  const plotBox = h("div", { class: "plot-box" }, sectionPlot, weightBars);
   const effective = h("output", { test: "scores-effective" });
   const entropy = h("output", { test: "scores-entropy" });
-  const pair = h("output", { test: "scores-pair" });
+  const pairOutput = h("output", { test: "scores-pair" });
   const body = h("tbody");
   const table = h(
     "table",
@@ -166,150 +166,150 @@ function mount(at: HTMLElement, given: Given): () => void {
   );
 
   /** Redraws everything after another score, weighting or space was chosen. */
-  function arrange() {
-    const { name, note: explanation, settings: own, learned } = similarities[chosen];
+  function rebuild() {
+    const { name, note: explanation, settings: defaults, isLearned } = similarities[selectedIndex];
     title.textContent = titleOf(name);
     note.textContent = explanation;
-    spaces.value = space.name;
-    spaces.disabled = Boolean(learned);
-    put(scoreSettings, ...settings(name, own));
-    put(weightSettings, ...settings(weighting, WEIGHTED[weighting] ?? {}));
-    query.set(q, space.range);
-    cards.forEach(({ button }, i) => button.setAttribute("aria-pressed", String(i === chosen)));
+    spaceSelect.value = space.name;
+    spaceSelect.disabled = Boolean(isLearned);
+    replaceChildren(scoreSettings, ...createSliders(name, defaults));
+    replaceChildren(weightSettings, ...createSliders(weighting, WEIGHTING_SETTINGS[weighting] ?? {}));
+    querySlider.setValue(q, space.range);
+    cards.forEach(({ button }, i) => button.setAttribute("aria-pressed", String(i === selectedIndex)));
     for (const map of maps) map.destroy();
     maps = [];
-    put(scoreMap);
-    put(weightMap);
-    pictures();
+    replaceChildren(scoreMap);
+    replaceChildren(weightMap);
+    drawThumbnails();
     draw();
   }
 
-  function pictures() {
-    const side = grid(SPACES[0].range, SMALL);
+  function drawThumbnails() {
+    const axis = computeGrid(SPACES[0].range, THUMBNAIL_CELLS);
     cards.forEach(({ picture }, i) => {
-      const { name, like, settings: own } = similarities[i];
-      if (extraScores.has(name)) return void pythonPicture(name, side, picture);
-      const score = equation.score(like(values(name, own)));
-      const data = Float64Array.from({ length: SMALL ** 2 }, (_, c) =>
-        score.at([side[Math.floor(c / SMALL)]], [side[c % SMALL]]),
+      const { name, toScore: like, settings: defaults } = similarities[i];
+      if (extraScores.has(name)) return void drawPythonThumbnail(name, axis, picture);
+      const score = equation.resolveScore(like(getSettings(name, defaults)));
+      const data = Float64Array.from({ length: THUMBNAIL_CELLS ** 2 }, (_, c) =>
+        score.compute([axis[Math.floor(c / THUMBNAIL_CELLS)]], [axis[c % THUMBNAIL_CELLS]]),
       );
-      thumbnail(picture, { data, rows: SMALL, cols: SMALL }, 56, given.dark());
+      drawThumbnail(picture, { data, rows: THUMBNAIL_CELLS, cols: THUMBNAIL_CELLS }, 56, context.isDark());
     });
   }
 
-  async function pythonPicture(name: string, side: number[], picture: HTMLCanvasElement) {
-    const vectors = side.map((x) => [x]);
-    const found = await given.backend!.call("grid", { queries: vectors, keys: vectors, score: name }).catch(() => null);
-    if (found && picture.isConnected) thumbnail(picture, { data: found.scores.data, rows: SMALL, cols: SMALL }, 56, given.dark());
+  async function drawPythonThumbnail(name: string, axis: number[], picture: HTMLCanvasElement) {
+    const vectors = axis.map((x) => [x]);
+    const result = await context.backend!.call("grid", { queries: vectors, keys: vectors, score: name }).catch(() => null);
+    if (result && picture.isConnected) drawThumbnail(picture, { data: result.scores.data, rows: THUMBNAIL_CELLS, cols: THUMBNAIL_CELLS }, 56, context.isDark());
   }
 
-  const draw = onceAFrame(paint);
+  const draw = throttleToFrame(paint);
 
-  let gone = false;
-  let [asking, again] = [false, false];
+  let isRemoved = false;
+  let [isAsking, asksAgain] = [false, false];
 
   /** Computes the numbers here, or asks Python for them, one question at a time. */
   function paint() {
-    if (!extraScores.has(similarities[chosen].name) && !extraWeightings.has(weighting)) return show(compute());
-    again = asking;
-    if (asking) return;
-    asking = true;
-    const before = JSON.stringify([like(), weighed(), space.name]);
+    if (!extraScores.has(similarities[selectedIndex].name) && !extraWeightings.has(weighting)) return showNumbers(computeNumbers());
+    asksAgain = isAsking;
+    if (isAsking) return;
+    isAsking = true;
+    const inputs = JSON.stringify([getScore(), getWeighting(), space.name]);
     fetchNumbers()
       .then((numbers) => {
-        if (!gone && before === JSON.stringify([like(), weighed(), space.name])) show(numbers);
-        else again = true;
+        if (!isRemoved && inputs === JSON.stringify([getScore(), getWeighting(), space.name])) showNumbers(numbers);
+        else asksAgain = true;
       })
       .catch((error) => {
         refusal.textContent = `Python: ${error instanceof Error ? error.message : error}`;
         refusal.hidden = false;
       })
       .finally(() => {
-        asking = false;
-        if (again && !gone) draw();
+        isAsking = false;
+        if (asksAgain && !isRemoved) draw();
       });
   }
 
-  const fine = () => grid(space.range, CURVE);
+  const getCurveXs = () => computeGrid(space.range, CURVE_POINTS);
 
-  function compute(): Numbers {
-    const score = equation.score(like());
-    const how = equation.weighting(weighed());
-    const vectors = cells().map(space.vector);
-    const here = space.vector(q);
-    const scores = vectors.map((a) => Float64Array.from(vectors, (b) => score.at(a, b)));
-    const row = Float64Array.from(vectors, (b) => score.at(here, b));
-    const reason = how.refuses(score);
+  function computeNumbers(): Numbers {
+    const score = equation.resolveScore(getScore());
+    const resolvedWeighting = equation.resolveWeighting(getWeighting());
+    const vectors = getCells().map(space.toVector);
+    const queryVector = space.toVector(q);
+    const scores = vectors.map((a) => Float64Array.from(vectors, (b) => score.compute(a, b)));
+    const row = Float64Array.from(vectors, (b) => score.compute(queryVector, b));
+    const reason = resolvedWeighting.refusalReason(score);
     return {
       scores,
-      weights: reason ? [] : scores.map((each) => how.weights(each)),
+      weights: reason ? [] : scores.map((each) => resolvedWeighting.weights(each)),
       reason,
       row,
-      rowWeights: reason ? null : how.weights(row),
-      line: fine().map((x) => score.at(here, space.vector(x))),
-      pair: score.at(here, space.vector(k)),
+      rowWeights: reason ? null : resolvedWeighting.weights(row),
+      line: getCurveXs().map((x) => score.compute(queryVector, space.toVector(x))),
+      pair: score.compute(queryVector, space.toVector(k)),
     };
   }
 
   async function fetchNumbers(): Promise<Numbers> {
-    const backend = given.backend!;
-    const here = Array.from(space.vector(q));
-    const keys = cells().map((x) => Array.from(space.vector(x)));
-    const args = { queries: [...keys, here], keys, score: like() };
-    const axis = [...fine(), k].map((x) => Array.from(space.vector(x)));
+    const backend = context.backend!;
+    const queryVector = Array.from(space.toVector(q));
+    const keys = getCells().map((x) => Array.from(space.toVector(x)));
+    const args = { queries: [...keys, queryVector], keys, score: getScore() };
+    const axis = [...getCurveXs(), k].map((x) => Array.from(space.toVector(x)));
     let reason: string | null = null;
-    const weighted = backend.call("grid", { ...args, weighting: weighed() }).catch((error) => {
+    const weightedGrid = backend.call("grid", { ...args, weighting: getWeighting() }).catch((error) => {
       reason = error instanceof Error ? error.message : String(error);
       return backend.call("grid", args);
     });
-    const [found, along] = await Promise.all([weighted, backend.call("grid", { ...args, queries: [here], keys: axis })]);
-    const rows = ({ data }: { data: Float64Array }) =>
+    const [grid, lineGrid] = await Promise.all([weightedGrid, backend.call("grid", { ...args, queries: [queryVector], keys: axis })]);
+    const splitRows = ({ data }: { data: Float64Array }) =>
       Array.from(args.queries, (_, i) => data.subarray(i * keys.length, (i + 1) * keys.length));
-    const scores = rows(found.scores);
-    const weights = reason ? [] : rows(found.weights);
+    const scores = splitRows(grid.scores);
+    const weights = reason ? [] : splitRows(grid.weights);
     const row = scores.pop()!;
     const rowWeights = weights.pop() ?? null;
-    const line: Float64Array = along.scores.data;
+    const line: Float64Array = lineGrid.scores.data;
     return { scores, weights, reason, row, rowWeights, line: line.subarray(0, -1), pair: line[line.length - 1] };
   }
 
-  function show({ scores, weights, reason, row, rowWeights, line, pair: marked }: Numbers) {
-    const keys = cells();
+  function showNumbers({ scores, weights, reason, row, rowWeights, line, pair: pairScore }: Numbers) {
+    const keys = getCells();
     refusal.textContent = reason ?? "";
     refusal.hidden = !reason;
     weightMap.hidden = Boolean(reason);
 
-    const flat = (rows: Float64Array[]) => Float64Array.from(rows.flatMap((each) => Array.from(each)));
-    const matrix = (rows: Float64Array[]) => ({ data: flat(rows), rows: CELLS, cols: CELLS });
+    const flatten = (rows: Float64Array[]) => Float64Array.from(rows.flatMap((each) => Array.from(each)));
+    const toMatrix = (rows: Float64Array[]) => ({ data: flatten(rows), rows: GRID_CELLS, cols: GRID_CELLS });
     if (maps.length) {
-      maps[0].update(matrix(scores));
-      if (!reason) maps[1]?.update(matrix(weights));
+      maps[0].update(toMatrix(scores));
+      if (!reason) maps[1]?.update(toMatrix(weights));
     }
-    if (!maps[0]) maps[0] = surface(scoreMap, "Score of every query and key", "scores-surface", matrix(scores));
+    if (!maps[0]) maps[0] = createSurface(scoreMap, "Score of every query and key", "scores-surface", toMatrix(scores));
     if (!maps[1] && !reason) {
-      maps[1] = surface(weightMap, "Weight of every query and key", "scores-weights", matrix(weights));
+      maps[1] = createSurface(weightMap, "Weight of every query and key", "scores-weights", toMatrix(weights));
     }
 
-    cut(line, keys, row, rowWeights);
-    effective.textContent = rowWeights ? `${fixed(equation.effective(rowWeights), 2)} of ${CELLS}` : "none";
-    entropy.textContent = rowWeights ? fixed(equation.entropy(rowWeights)) : "none";
-    pair.textContent = numeral(marked);
-    (pair.closest("div")!.firstChild as HTMLElement).textContent = `s(${said(q)}, ${said(k)})`;
+    drawSection(line, keys, row, rowWeights);
+    effective.textContent = rowWeights ? `${formatFixed(equation.computeEffectiveRows(rowWeights), 2)} of ${GRID_CELLS}` : "none";
+    entropy.textContent = rowWeights ? formatFixed(equation.computeEntropy(rowWeights)) : "none";
+    pairOutput.textContent = formatSignificant(pairScore);
+    (pairOutput.closest("div")!.firstChild as HTMLElement).textContent = `s(${formatTick(q)}, ${formatTick(k)})`;
 
-    const { name: score, learned, settings: own } = similarities[chosen];
-    const settingTexts = Object.entries(learned ? {} : own).map(([key, { label }]) => {
+    const { name: score, isLearned, settings: defaults } = similarities[selectedIndex];
+    const settingTexts = Object.entries(isLearned ? {} : defaults).map(([key, { label }]) => {
       const name = label.split(" ").at(-1);
-      return `${name} = ${numeral(values(score, {})[key], 0, 3)}`;
+      return `${name} = ${formatSignificant(getSettings(score, {})[key], 0, 3)}`;
     });
     const base = score === "scaled_dot" ? "s = qᵀk · scale" : formulaOf(score);
-    put(formula, ...[base, ...settingTexts].map((text) => h("span", {}, text)));
+    replaceChildren(formula, ...[base, ...settingTexts].map((text) => h("span", {}, text)));
     alpha.textContent = equation.WEIGHTINGS[weighting]?.formula ?? `α = ${weighting}(s)`;
-    query.set(q);
-    rows(keys, row, rowWeights);
+    querySlider.setValue(q);
+    updateRows(keys, row, rowWeights);
   }
 
-  function surface(into: HTMLElement, label: string, test: string, matrix: any): Heatmap {
-    const names = cells().map(said);
+  function createSurface(parent: HTMLElement, label: string, test: string, matrix: any): Heatmap {
+    const names = getCells().map(formatTick);
     const map = new Heatmap({
       label,
       matrix,
@@ -317,47 +317,47 @@ function mount(at: HTMLElement, given: Given): () => void {
       colNames: names,
       rowTitle: "query q",
       colTitle: "key k",
-      given,
-      at,
+      context,
+      viewElement: container,
       side: 400,
       test,
       onCell: (cell) => {
         if (!cell) return;
-        [q, k] = [cells()[cell.row], cells()[cell.col]];
+        [q, k] = [getCells()[cell.row], getCells()[cell.col]];
         draw();
       },
     });
-    into.append(map.element);
+    parent.append(map.element);
     return map;
   }
 
   /** Draws the scores of one query: a section through the surface. */
-  function cut(line: ArrayLike<number>, keys: number[], found: Float64Array, weights: Float64Array | null) {
-    const size = { width: box.clientWidth || 480, height: clamp((box.clientWidth || 480) * 0.5, 200, 320) };
-    const xs = around(keys, 0.02);
-    const ys = around([...Array.from(line), ...found, 0].filter(Number.isFinite), 0.1);
-    const inside = frame(size, xs, ys);
-    section.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
-    section.setAttribute("height", String(size.height));
-    put(
-      section,
-      ...axes(inside, xs, ys, { x: "key k", y: `s(${said(q)}, k)` }),
+  function drawSection(line: ArrayLike<number>, keys: number[], rowScores: Float64Array, weights: Float64Array | null) {
+    const size = { width: plotBox.clientWidth || 480, height: clamp((plotBox.clientWidth || 480) * 0.5, 200, 320) };
+    const xs = computeRange(keys, 0.02);
+    const ys = computeRange([...Array.from(line), ...rowScores, 0].filter(Number.isFinite), 0.1);
+    const inside = createFrame(size, xs, ys);
+    sectionPlot.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
+    sectionPlot.setAttribute("height", String(size.height));
+    replaceChildren(
+      sectionPlot,
+      ...createAxes(inside, xs, ys, { x: "key k", y: `s(${formatTick(q)}, k)` }),
       s("line", { class: "query", x1: inside.x(q), x2: inside.x(q), y1: inside.top, y2: inside.bottom }),
-      s("path", { class: "curve", d: path(fine().map((x, i) => [inside.x(x), inside.y(line[i])])) }),
-      ...keys.map((x, i) => s("circle", { class: "key", cx: inside.x(x), cy: inside.y(found[i]), r: 3 })),
+      s("path", { class: "curve", d: formatPath(getCurveXs().map((x, i) => [inside.x(x), inside.y(line[i])])) }),
+      ...keys.map((x, i) => s("circle", { class: "key", cx: inside.x(x), cy: inside.y(rowScores[i]), r: 3 })),
     );
-    const top = found.indexOf(Math.max(...found));
-    section.setAttribute(
+    const bestIndex = rowScores.indexOf(Math.max(...rowScores));
+    sectionPlot.setAttribute(
       "aria-label",
-      `Scores of the query ${said(q)}: the highest is ${numeral(found[top])}, at key ${said(keys[top])}`,
+      `Scores of the query ${formatTick(q)}: the highest is ${formatSignificant(rowScores[bestIndex])}, at key ${formatTick(keys[bestIndex])}`,
     );
     weightBars.style.setProperty("display", weights ? "block" : "none");
-    if (weights) stems(weightBars, { width: size.width, xs, at: keys, weights, marked: keys.indexOf(k) });
+    if (weights) drawStems(weightBars, { width: size.width, xs, positions: keys, weights, highlighted: keys.indexOf(k) });
   }
 
-  function rows(keys: number[], found: Float64Array, weights: Float64Array | null) {
+  function updateRows(keys: number[], rowScores: Float64Array, weights: Float64Array | null) {
     if (body.children.length !== keys.length) {
-      put(
+      replaceChildren(
         body,
         ...keys.map((_, i) =>
           h(
@@ -373,16 +373,16 @@ function mount(at: HTMLElement, given: Given): () => void {
     }
     Array.from(body.children).forEach((row, i) => {
       const weight = weights?.[i] ?? NaN;
-      row.children[0].textContent = said(keys[i]);
-      row.children[1].textContent = fixed(found[i]);
-      row.children[2].textContent = fixed(weight);
+      row.children[0].textContent = formatTick(keys[i]);
+      row.children[1].textContent = formatFixed(rowScores[i]);
+      row.children[2].textContent = formatFixed(weight);
       const bar = row.querySelector("i")!;
-      bar.style.setProperty("width", long(weight));
+      bar.style.setProperty("width", formatBarWidth(weight));
     });
   }
 
-  const fact = (name: string, out: HTMLElement) => h("div", {}, h("dt", {}, name), h("dd", {}, out));
-  at.append(
+  const createFact = (name: string, out: HTMLElement) => h("div", {}, h("dt", {}, name), h("dd", {}, out));
+  container.append(
     h("div", { class: "cards", role: "group", "aria-label": "Score" }, ...cards.map(({ button }) => button)),
     h(
       "div",
@@ -394,7 +394,7 @@ function mount(at: HTMLElement, given: Given): () => void {
         formula,
         scoreMap,
         note,
-        h("div", { class: "controls" }, labelled("q and k are", spaces)),
+        h("div", { class: "controls" }, createField("q and k are", spaceSelect)),
         scoreSettings,
       ),
       h(
@@ -404,8 +404,8 @@ function mount(at: HTMLElement, given: Given): () => void {
         alpha,
         refusal,
         weightMap,
-        h("p", { class: "note" }, `One row per query, over the same ${CELLS} keys.`),
-        h("div", { class: "controls" }, labelled("Weighting", weightings)),
+        h("p", { class: "note" }, `One row per query, over the same ${GRID_CELLS} keys.`),
+        h("div", { class: "controls" }, createField("Weighting", weightingSelect)),
         weightSettings,
       ),
       h(
@@ -413,9 +413,9 @@ function mount(at: HTMLElement, given: Given): () => void {
         { class: "wide" },
         h("h2", {}, "One query"),
         h("p", { class: "hint" }, "To choose a query, point at a surface or move the cell with the arrow keys."),
-        box,
-        query.element,
-        h("dl", { class: "facts" }, fact("s", pair), fact("effective rows", effective), fact("entropy", entropy)),
+        plotBox,
+        querySlider.element,
+        h("dl", { class: "facts" }, createFact("s", pairOutput), createFact("effective rows", effective), createFact("entropy", entropy)),
       ),
     ),
     h(
@@ -428,23 +428,23 @@ function mount(at: HTMLElement, given: Given): () => void {
 
   let width = 0;
   const observer = new ResizeObserver(() => {
-    if (box.clientWidth && box.clientWidth !== width) draw();
-    width = box.clientWidth;
+    if (plotBox.clientWidth && plotBox.clientWidth !== width) draw();
+    width = plotBox.clientWidth;
   });
-  observer.observe(box);
-  const turned = () => {
-    pictures();
+  observer.observe(plotBox);
+  const handleThemeChange = () => {
+    drawThumbnails();
     draw();
   };
-  at.addEventListener("theme", turned);
-  arrange();
+  container.addEventListener("theme", handleThemeChange);
+  rebuild();
   return () => {
-    gone = true;
+    isRemoved = true;
     observer.disconnect();
-    at.removeEventListener("theme", turned);
+    container.removeEventListener("theme", handleThemeChange);
     draw.stop();
     for (const map of maps) map.destroy();
-    at.replaceChildren();
+    container.replaceChildren();
   };
 }
 

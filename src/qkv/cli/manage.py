@@ -243,7 +243,7 @@ def check(
 
     Exit with 3 if a file is damaged.
     """
-    from qkv.database import check as check_store
+    from qkv.database import check_store
 
     with terminal.show_progress("checking") as progress:
         problems = check_store(path, repair=repair, progress=progress)

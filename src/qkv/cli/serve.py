@@ -7,7 +7,7 @@ from typing import Annotated
 
 from qkv.cli import options, terminal
 from qkv.cli.command import Result
-from qkv.errors import MissingExtraError
+from qkv.errors import missing_extra_error
 
 
 def serve(
@@ -62,7 +62,7 @@ def serve(
         from qkv.serve.server import bind_socket, check_address, run_server
     except ImportError as error:
         name = (error.name or "starlette").partition(".")[0]
-        raise MissingExtraError(f'serve needs {name}: pip install "qkv[serve]"') from None
+        raise missing_extra_error(f"serve needs {name}", "serve") from None
     import socket
 
     access = Access(token, read_token, write)

@@ -11,7 +11,7 @@ from typing import Any
 from qkv.cluster.shard import Job, Shard
 from qkv.cluster.shard_set import Request
 from qkv.database.errors import LostShardError, StoreUnreadableError
-from qkv.errors import ArgumentError, MissingExtraError, QkvError
+from qkv.errors import ArgumentError, QkvError, missing_extra_error
 
 try:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -19,7 +19,7 @@ try:
     import ray
     from ray import cloudpickle, exceptions
 except ImportError:
-    raise MissingExtraError('a cluster needs ray: pip install "qkv[ray]"') from None
+    raise missing_extra_error("a cluster needs ray", "ray") from None
 
 RESTART_POLL_SECONDS = 0.05
 """Seconds between two checks of an actor that is restarting."""

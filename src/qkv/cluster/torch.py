@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Literal, Unpack
 
-from qkv.errors import MissingExtraError, unknown_name_error
+from qkv.errors import missing_extra_error, unknown_name_error
 
 if importlib.util.find_spec("torch") is None:
-    raise MissingExtraError('qkv.cluster.torch needs PyTorch: pip install "qkv[torch]"')
+    raise missing_extra_error("qkv.cluster.torch needs PyTorch", "torch")
 
 import torch
 from torch import Tensor

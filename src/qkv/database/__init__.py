@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkv.database.database import Database, open
     from qkv.database.errors import KeyNotFoundError
-    from qkv.database.storage import check
+    from qkv.database.storage import check_store
 
-__all__ = ["KeyNotFoundError", "Database", "check", "open"]
+__all__ = ["KeyNotFoundError", "Database", "check_store", "open"]
 
 _MODULE_BY_NAME = {
     "KeyNotFoundError": "errors",
     "Database": "database",
-    "check": "storage",
+    "check_store": "storage",
     "open": "database",
 }
 

@@ -29,7 +29,7 @@ from qkv.database.interface import DatabaseInfo, RowSource
 from qkv.database.query.arguments import (
     PARSER_BY_KIND,
     AskOptions,
-    AttendOptions,
+    DatabaseAttendOptions,
     check_database_keywords,
     check_tolerance,
     check_top,
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 
     from qkv.answer import Answer
     from qkv.database.encoders import Encoder, EncoderLike
-    from qkv.database.learn import Report
+    from qkv.database.learn import LearnReport
     from qkv.database.query.calibration import Calibration
     from qkv.database.query.executor import QueryExecutor
     from qkv.database.query.influence import Valuation
@@ -486,9 +486,9 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return top, tolerance, calibration, self._frame_library, confidence
 
     @overload
-    def attend(self, query: A, **options: Unpack[AttendOptions]) -> A: ...
+    def attend(self, query: A, **options: Unpack[DatabaseAttendOptions]) -> A: ...
     @overload
-    def attend(self, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray: ...
+    def attend(self, query: Any, **options: Unpack[DatabaseAttendOptions]) -> np.ndarray: ...
     def attend(
         self,
         query: Array,
@@ -515,7 +515,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         """
         from qkv.database.query.scan import MAX_SPARSE_QUERIES_PER_BATCH
 
-        check_database_keywords("attend()", other, AttendOptions.__optional_keys__)
+        check_database_keywords("attend()", other, DatabaseAttendOptions.__optional_keys__)
         view = self._nonempty_view()
         kind = view.schema.key_kind
         if not view.schema.can_pool_values:
@@ -540,7 +540,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
                     Batch(queries[at : at + MAX_SPARSE_QUERIES_PER_BATCH])
                     for at in range(0, len(queries), MAX_SPARSE_QUERIES_PER_BATCH)
                 )
-                options = AttendOptions(
+                options = DatabaseAttendOptions(
                     score=score,
                     weighting=weighting,
                     where=where,
@@ -1198,7 +1198,7 @@ class Database(ReadableDatabase[K, V]):
 
     def learn(
         self, pairs: Iterable[Any], *, progress: ProgressCallback | None = None, **options: Any
-    ) -> Report:
+    ) -> LearnReport:
         """Train the encoder on (query, right key) pairs; return the report.
 
         `options` are those of `qkv.database.learn`. The new vectors are a new version;

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-from qkv.errors import MissingExtraError
+from qkv.errors import missing_extra_error
 
 if importlib.util.find_spec("torch") is None:
-    raise MissingExtraError('qkv.nn needs PyTorch: pip install "qkv[torch]"')
+    raise missing_extra_error("qkv.nn needs PyTorch", "torch")
 
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.blocks import (

@@ -11,8 +11,8 @@ import numpy as np
 
 from qkv.errors import (
     ArgumentError,
-    MissingExtraError,
     ShapeError,
+    missing_extra_error,
     require_parent_folder,
     validate_file_path,
 )
@@ -36,7 +36,7 @@ def new_figure(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise MissingExtraError('plots need matplotlib: pip install "qkv[plot]"') from None
+        raise missing_extra_error("plots need matplotlib", "plot") from None
     return Figure(figsize=figsize, layout=layout)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.answer import Answer
 from qkv.answer_backend import Row
-from qkv.database.query.arguments import AttendOptions, check_top
+from qkv.database.query.arguments import DatabaseAttendOptions, check_top
 from qkv.errors import DtypeError, unknown_name_error
 from qkv.util.formatting import to_jsonable
 
@@ -52,9 +52,11 @@ def check_arguments(database: Any, top: Any, options: Mapping[str, Any]) -> None
         )
     check_top(top)
     for name in options:
-        if name not in AttendOptions.__optional_keys__:
+        if name not in DatabaseAttendOptions.__optional_keys__:
             raise unknown_name_error(
-                "option of a retriever", name, ["top", "content", *AttendOptions.__optional_keys__]
+                "option of a retriever",
+                name,
+                ["top", "content", *DatabaseAttendOptions.__optional_keys__],
             )
 
 

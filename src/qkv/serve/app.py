@@ -291,7 +291,7 @@ async def _read_body(registry: DatabaseRegistry, route: Route, request: Request)
 def _parse_body(raw: bytearray, schema: validation.Schema, media: str) -> Any:
     """Parse a JSON body and check it against its schema."""
     try:
-        body = validation.parse_json(raw, schema)
+        body = validation.parse_validated_json(raw, schema)
     except ValueError as error:
         raise RequestError(400, str(error)) from None
     return encoding.restore_cells(body) if media == encoding.CELLS_MEDIA_TYPE else body

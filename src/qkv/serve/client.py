@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from qkv.answer import Answer
     from qkv.database.interface import DatabaseInfo
-    from qkv.database.query.arguments import AskOptions, AttendOptions
+    from qkv.database.query.arguments import AskOptions, DatabaseAttendOptions
 
 
 class Client(Closable):
@@ -55,7 +55,7 @@ class Client(Closable):
     def ask(self, name: str, query: Any, **options: Any) -> Any:
         return self[name].ask(query, **options)
 
-    def attend(self, name: str, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray:
+    def attend(self, name: str, query: Any, **options: Unpack[DatabaseAttendOptions]) -> np.ndarray:
         return self[name].attend(query, **options)
 
     def rows(

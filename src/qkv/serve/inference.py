@@ -39,7 +39,7 @@ from qkv.serve.schemas import (
     object_schema,
 )
 from qkv.serve.tensors import Tensor
-from qkv.serve.validation import find_violation, normalize_integers, parse_json
+from qkv.serve.validation import find_violation, normalize_integers, parse_validated_json
 from qkv.util.formatting import to_jsonable
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -197,7 +197,7 @@ def _split_request(body: bytes, length: str | None) -> tuple[dict[str, Any], byt
             )
         end = int(length)
     try:
-        return parse_json(body[:end], INFER_BODY, "the request"), body[end:]
+        return parse_validated_json(body[:end], INFER_BODY, "the request"), body[end:]
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 

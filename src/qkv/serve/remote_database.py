@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 
 from qkv.database import parsing
 from qkv.database.errors import KeyNotFoundError, warn_no_rows
-from qkv.database.query.arguments import AskOptions, AttendOptions, check_database_keywords
+from qkv.database.query.arguments import AskOptions, DatabaseAttendOptions, check_database_keywords
 from qkv.database.query.inputs import as_cells
 from qkv.database.table import cells
 from qkv.database.table.columns import normalize_cell
@@ -90,9 +90,9 @@ class RemoteDatabase(Closable, Displayable):
         """Send a query again with more options; return the fields of the answer."""
         return self._transport.send_read("POST", f"{self._base}/ask", {**body, **more})
 
-    def attend(self, query: Any, **options: Unpack[AttendOptions]) -> np.ndarray:
+    def attend(self, query: Any, **options: Unpack[DatabaseAttendOptions]) -> np.ndarray:
         """Return Σᵢ α(q, kᵢ) vᵢ as an array: (n, d) → (n, d_v), and (d,) → (d_v,)."""
-        check_database_keywords("attend()", options, AttendOptions.__optional_keys__)
+        check_database_keywords("attend()", options, DatabaseAttendOptions.__optional_keys__)
         body = self._build_body(query, dict(options))
         response = self._transport.send_read("POST", f"{self._base}/attend", body)
         warn_no_rows(response.get("hint", ""))

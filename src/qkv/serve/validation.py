@@ -74,12 +74,14 @@ DIGITS_TO_NINES, LONG_NUMBER = bytes.maketrans(b"012345678", b"9" * 9), b"9" * 1
 ESCAPED_COLON_PREFIX = b"\\u003"
 
 
-def parse_json(
+def parse_validated_json(
     raw: bytes | bytearray, schema: Schema, location: str = "the body"
 ) -> dict[str, Any]:
     """Parse a JSON object and check it against the schema; raise `ValueError` if it is invalid.
 
-    >>> parse_json(b'{"top": 5.0}', {"type": "object", "properties": {"top": {"type": "integer"}}})
+    >>> parse_validated_json(
+    ...     b'{"top": 5.0}', {"type": "object", "properties": {"top": {"type": "integer"}}}
+    ... )
     {'top': 5}
     """
     try:

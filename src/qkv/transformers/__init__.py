@@ -8,15 +8,14 @@
 `capture` also works for models that were loaded with another implementation.
 """
 
-from qkv.errors import MissingExtraError
+from qkv.errors import missing_extra_error
 
 try:
     import torch as _torch  # noqa: F401
     from transformers import AttentionMaskInterface as _  # noqa: F401
 except ImportError as error:
-    raise MissingExtraError(
-        'qkv.transformers needs torch and transformers 5: pip install "qkv[transformers]" '
-        f"({error})"
+    raise missing_extra_error(
+        f"qkv.transformers needs torch and transformers 5 ({error})", "transformers"
     ) from None
 
 from qkv.transformers.captured_attention import CapturedAttention, CapturedLayer

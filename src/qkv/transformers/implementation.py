@@ -73,7 +73,7 @@ def register(
             f"name {name!r} contains a reserved word: choose one without "
             + ", ".join(RESERVED_WORDS)
         )
-    implementation = Implementation(
+    implementation = AttentionImplementation(
         None if score is None else scores.resolve(score), weightings.resolve(weighting)
     )
     register_implementation(name, implementation)
@@ -81,7 +81,7 @@ def register(
     return name
 
 
-def register_implementation(name: str, implementation: Implementation) -> None:
+def register_implementation(name: str, implementation: AttentionImplementation) -> None:
     """Register an implementation of attention, and its masks, under a name."""
     # The first call imports modules, which torch.compile cannot trace: make it here.
     x, mask = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1, dtype=torch.bool)
@@ -92,7 +92,7 @@ def register_implementation(name: str, implementation: Implementation) -> None:
 
 
 @dataclass(frozen=True)
-class Implementation:
+class AttentionImplementation:
     """Σᵢ α(q, kᵢ) vᵢ with the signature of transformers' attention functions.
 
     query (batch, heads, n, d), key and value (batch, kv_heads, m, …) → (batch, n, heads, d_v),

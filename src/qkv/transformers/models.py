@@ -44,7 +44,7 @@ _MODELS_BY_CONFIG: dict[type, set[type]] = {}
 
 
 @dataclass(frozen=True)
-class Definition:
+class SourceDefinition:
     """A class, function or assignment in the source of a model."""
 
     names: frozenset[str]
@@ -71,7 +71,7 @@ def uses_attention_interface(kind: type) -> bool:
     )
 
 
-def unsupported_reason(kind: type) -> str | None:
+def model_refusal_reason(kind: type) -> str | None:
     """Return why a model class does not use the AttentionInterface; None if it does.
 
     Models inside this model are not checked here: each is checked when it is built.
@@ -125,7 +125,7 @@ def _build_family(kind: type) -> ModelFamily:
     models = {x for x in models if x.config_class is kind} | _MODELS_BY_CONFIG.get(kind, set())
     definitions = {model: _collect_definitions(model).values() for model in models}
     reasons = [
-        unsupported_reason(model)
+        model_refusal_reason(model)
         for model, parts in definitions.items()
         if any(x.has_attention for x in parts)
     ]
@@ -196,13 +196,13 @@ def allow_implementation(name: str) -> None:
     """Allow `attn_implementation=name` for the models that use the AttentionInterface."""
     if not IMPLEMENTATION_NAMES:
         # transformers itself accepts a registered name for every model.
-        PreTrainedModel.get_correct_attn_implementation = _wrap_with_check(
+        PreTrainedModel.get_correct_attn_implementation = _refuse_unsupported_models(
             PreTrainedModel.get_correct_attn_implementation
         )
     IMPLEMENTATION_NAMES.add(name)
 
 
-def _wrap_with_check(original: Any) -> Any:
+def _refuse_unsupported_models(original: Any) -> Any:
     """Wrap PreTrainedModel's method to refuse models that do not use the AttentionInterface."""
 
     @wraps(original)
@@ -210,7 +210,7 @@ def _wrap_with_check(original: Any) -> Any:
         name = original(self, *args, **options)
         if name in IMPLEMENTATION_NAMES:
             register_model(self)
-            reason = unsupported_reason(type(self))
+            reason = model_refusal_reason(type(self))
             if reason:
                 raise ArgumentError(
                     f'{reason}, so attn_implementation={name!r} would have no effect: use "eager". '
@@ -227,9 +227,9 @@ def _is_model(x: Any) -> bool:
 
 
 @memoize("transformers.model_definitions")
-def _collect_definitions(kind: type) -> dict[str, Definition]:
+def _collect_definitions(kind: type) -> dict[str, SourceDefinition]:
     """Return all definitions that a model class refers to, directly or not, by name."""
-    definitions: dict[str, Definition] = {}
+    definitions: dict[str, SourceDefinition] = {}
     # Skip classes without __init__: they may mention layers that only other models build.
     builders = [x for x in kind.__mro__ if _is_model(x) and "__init__" in vars(x)]
     pending = [(x.__module__, x.__name__) for x in builders]
@@ -250,7 +250,7 @@ def _collect_definitions(kind: type) -> dict[str, Definition]:
 
 
 @memoize("transformers.parsed_modules")
-def _parse_module(module: str) -> dict[str, Definition]:
+def _parse_module(module: str) -> dict[str, SourceDefinition]:
     """Return the top-level definitions in the source of a module, by name."""
     if module.partition(".")[0] in ("builtins", "torch") or module == PreTrainedModel.__module__:
         return {}
@@ -263,7 +263,7 @@ def _parse_module(module: str) -> dict[str, Definition]:
         text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
         names = frozenset(re.findall(r"\w+", text))
         if isinstance(node, ast.ClassDef):
-            definitions[node.name] = Definition(
+            definitions[node.name] = SourceDefinition(
                 names,
                 uses_interface="ALL_ATTENTION_FUNCTIONS" in names,
                 computes_attention=bool(
@@ -274,8 +274,8 @@ def _parse_module(module: str) -> dict[str, Definition]:
                 declares_causal="is_causal" in names and "self.is_causal = False" not in text,
             )
         elif isinstance(node, ast.FunctionDef):
-            definitions[node.name] = Definition(names)
+            definitions[node.name] = SourceDefinition(names)
         elif isinstance(node, ast.Assign):
             targets = (x for x in node.targets if isinstance(x, ast.Name))
-            definitions |= {x.id: Definition(names) for x in targets}
+            definitions |= {x.id: SourceDefinition(names) for x in targets}
     return definitions

@@ -29,7 +29,7 @@ from qkv.transformers.implementation import (
     CAPTURE_NAME,
     OBSERVERS,
     AttentionCall,
-    Implementation,
+    AttentionImplementation,
     register_implementation,
 )
 from qkv.transformers.models import (
@@ -160,7 +160,7 @@ def _switch_configs(configs: Sequence[Any], switched: list[Any]) -> None:
     """
     with _SWITCH_LOCK:
         if CAPTURE_NAME not in AttentionInterface._global_mapping:
-            register_implementation(CAPTURE_NAME, Implementation(records=True))
+            register_implementation(CAPTURE_NAME, AttentionImplementation(records=True))
         for config in configs:
             _, before, count = _SWITCHED_CONFIGS.get(
                 id(config), (config, config._attn_implementation_internal, 0)

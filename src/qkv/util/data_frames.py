@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.errors import DtypeError, MissingExtraError
+from qkv.errors import DtypeError, missing_extra_error
 
 INT64_LIMIT, FLOAT_EXACT_INT_LIMIT = 2**63, 2**53
 """Ints from the first on do not fit int64. Ints up to the second are exact as floats."""
@@ -44,7 +44,7 @@ def build_frame(columns: Mapping[str, list[Any]], library_name: str | None = Non
         return library.DataFrame(
             {name: build_column(library, column) for name, column in columns.items()}
         )
-    raise MissingExtraError('to_frame needs polars, pandas or pyarrow: pip install "qkv[tables]"')
+    raise missing_extra_error("to_frame needs polars, pandas or pyarrow", "tables")
 
 
 def _pandas_column(pandas: Any, column: list[Any]) -> Any:

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Encoder, list[Any]]] = {
 CASE = pytest.mark.parametrize("name", CASES)
 
 
-def fitted(name: str) -> tuple[Encoder, list[Any]]:
+def fit_encoder(name: str) -> tuple[Encoder, list[Any]]:
     if name in ("text", "words"):
         pytest.importorskip("tokenizers")
         pytest.importorskip("wordllama")
@@ -76,7 +76,7 @@ def test_every_encoder_is_here() -> None:
 
 @CASE
 def test_what_holds_for_every_encoder(name: str) -> None:
-    encoder, keys = fitted(name)
+    encoder, keys = fit_encoder(name)
     check_encoder(encoder, keys)
     settings = json.loads(json.dumps(encoder.settings(), allow_nan=False))
     assert load(settings, encoder.arrays()) == encoder
@@ -88,7 +88,7 @@ def test_what_holds_for_every_encoder(name: str) -> None:
 @pytest.mark.applies(lambda name: name != "custom")  # its function is the caller's
 @CASE
 def test_a_key_is_nearest_to_itself(name: str) -> None:
-    encoder, keys = fitted(name)
+    encoder, keys = fit_encoder(name)
     known = np.flatnonzero(np.abs(encoder.encode_pair(keys, keys)[1]).sum(axis=1) > 0)
     keys = [keys[i] for i in known]
     alpha = qkv.weights(*encoder.encode_pair(keys, keys), score=encoder.default_score(len(keys)))
@@ -100,7 +100,7 @@ def test_a_key_is_nearest_to_itself(name: str) -> None:
 
 @CASE
 def test_as_a_head_its_similarity_is_a_dot_product_of_at_most_one(name: str) -> None:
-    encoder, keys = fitted(name)
+    encoder, keys = fit_encoder(name)
     similarity = encoder.encode_head(keys, query=True) @ encoder.encode_head(keys).T
     assert similarity.shape == (len(keys), len(keys))
     assert similarity.max() <= 1 + 1e-4

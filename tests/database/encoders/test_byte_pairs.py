@@ -23,8 +23,8 @@ def test_pieces_are_the_tokens():
     known = "", "the", "alchemist", "counterrevolutionaries", "ANNAANNA", "aaaaaaaaaaaaaaaa", "…"
     texts = [*known, *made]
     pieces = words._load_byte_pairs()
-    found = words._load_tokenizer().encode_batch_fast(texts, add_special_tokens=False)
-    assert [pieces(text) for text in texts] == [x.ids for x in found]
+    result = words._load_tokenizer().encode_batch_fast(texts, add_special_tokens=False)
+    assert [pieces(text) for text in texts] == [x.ids for x in result]
 
 
 @pytest.mark.parametrize("odd", ["a  b", "<s>", "▁the", "x" * (MAX_WORD_LETTERS + 1)])

@@ -14,13 +14,13 @@ def wrap(number: int) -> int:
     return number & 0xFFFFFFFF
 
 
-def scrambled(code: int) -> int:
+def scramble(code: int) -> int:
     code = wrap((code ^ code >> 16) * 0x85EBCA6B)
     code = wrap((code ^ code >> 13) * 0xC2B2AE35)
     return code ^ code >> 16
 
 
-def plainly(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndarray:
+def encode_by_definition(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndarray:
     """The definition, one n-gram at a time."""
     out = np.zeros(width)
 
@@ -35,7 +35,7 @@ def plainly(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndar
                 code = seed
                 for letter in gram:
                     code = wrap((code ^ ord(letter)) * 16777619)
-                code = scrambled(code)
+                code = scramble(code)
                 out[code * width >> 32] += weight * (1 if code & 1 else -1)
 
     words = text.lower().split()
@@ -51,12 +51,14 @@ def plainly(text: str, width: int, n: tuple[int, int], sounds: float) -> np.ndar
 @pytest.mark.parametrize("n", [(1, 1), (1, 3), (2, 3), (3, 5)])
 @pytest.mark.parametrize("sounds", [0.0, 0.5])
 def test_it_is_its_definition(n: tuple[int, int], sounds: float) -> None:
-    some = random.Random(4)
+    rng = random.Random(4)
     texts = ["the alchemist", "a", "", "aa b", "book keeper", "x" * 40]
-    texts += ["".join(some.choices("abcé ", k=some.randrange(12))) for _ in range(40)]
+    texts += ["".join(rng.choices("abcé ", k=rng.randrange(12))) for _ in range(40)]
     texts = [text.replace("é", "q") for text in texts]
     got = Characters(100, n, sounds).encode(texts)
-    np.testing.assert_allclose(got, [plainly(t, 100, n, sounds) for t in texts], atol=1e-6)
+    np.testing.assert_allclose(
+        got, [encode_by_definition(t, 100, n, sounds) for t in texts], atol=1e-6
+    )
 
 
 def test_the_hash_never_changes() -> None:
@@ -109,9 +111,9 @@ def test_the_order_of_words_counts() -> None:
 
 def test_lee_sounds_like_li() -> None:
     names = ["Zhang", "Lipton", "Li", "Smola", "Hu", "Werness"]
-    found = Characters().encode(names) @ Characters().encode(["Lee"])[0]
-    assert names[int(found.argmax())] == "Li"
-    assert np.sort(found)[-1] > np.sort(found)[-2] + 0.15
+    result = Characters().encode(names) @ Characters().encode(["Lee"])[0]
+    assert names[int(result.argmax())] == "Li"
+    assert np.sort(result)[-1] > np.sort(result)[-2] + 0.15
 
 
 def test_texts_may_hold_anything() -> None:
@@ -124,8 +126,8 @@ def test_texts_may_hold_anything() -> None:
 
 
 def test_many_texts_are_as_one_by_one() -> None:
-    some = random.Random(1)
-    texts = ["".join(some.choices(string.ascii_letters + " é", k=9)) for _ in range(2500)]
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(string.ascii_letters + " é", k=9)) for _ in range(2500)]
     encoder = Characters(64)
     together = encoder.encode(texts)
     for i in (0, 1023, 1024, 2047, 2048, 2499):

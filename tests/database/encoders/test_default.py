@@ -45,9 +45,9 @@ def test_the_keys_types_decide(keys: Any, want: Encoder) -> None:
 
 
 def test_columns_have_names() -> None:
-    found = default([("Dune", 1965)], ["title", "year"])
-    assert isinstance(found, Columns)
-    assert found.names == ("title", "year")
+    result = default([("Dune", 1965)], ["title", "year"])
+    assert isinstance(result, Columns)
+    assert result.names == ("title", "year")
 
 
 def test_no_keys_no_encoder() -> None:
@@ -58,5 +58,5 @@ def test_no_keys_no_encoder() -> None:
 def test_json_is_found_by_its_letters() -> None:
     keys = [{"name": "Ada", "born": 1815}, {"name": "Alan", "born": 1912}, [1, 2, "x"]]
     encoder = default(keys).fit(keys)
-    found = encoder.encode_query([{"born": 1912, "name": "Allan"}]) @ encoder.encode(keys).T
-    assert found.argmax() == 1
+    result = encoder.encode_query([{"born": 1912, "name": "Allan"}]) @ encoder.encode(keys).T
+    assert result.argmax() == 1

@@ -77,18 +77,18 @@ def test_none_leaves_the_weight_to_the_other_columns() -> None:
 def test_one_value_is_asked_of_every_column_that_reads_it() -> None:
     rows = [("Dune", "Frank Herbert", 1965), ("Emma", "Jane Austen", 1815)]
     columns = Columns([Characters(), Characters(), Numbers()]).fit(rows)
-    found = columns.encode_query(["jane asten", "dune", 1964]) @ columns.encode(rows).T
-    assert found.argmax(axis=1).tolist() == [1, 0, 0]
+    result = columns.encode_query(["jane asten", "dune", 1964]) @ columns.encode(rows).T
+    assert result.argmax(axis=1).tolist() == [1, 0, 0]
     # A name that fills one column matches as well as if it had been asked of that column alone.
-    assert found[1, 0] == pytest.approx(1, abs=0.15)
+    assert result[1, 0] == pytest.approx(1, abs=0.15)
 
 
 def test_heads_nest() -> None:
     inner = Heads([Characters(), Exact()])
     outer = Columns({"title": inner, "year": Numbers()}).fit(BOOKS)
-    found = outer.encode_query(BOOKS) @ outer.encode(BOOKS).T
-    assert found.argmax(axis=1).tolist() == [0, 1, 2, 3]
-    np.testing.assert_allclose(np.diag(found), 0.5, atol=1e-5)  # a cosine of 1, a distance of 0
+    result = outer.encode_query(BOOKS) @ outer.encode(BOOKS).T
+    assert result.argmax(axis=1).tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(np.diag(result), 0.5, atol=1e-5)  # a cosine of 1, a distance of 0
     assert outer.width == 256 + 256 + 3
 
 
@@ -138,9 +138,9 @@ def test_a_missing_cell_is_refused_with_its_row() -> None:
 
 @dataclass(frozen=True)
 class Years(Encoder):
-    """A person's own encoder: numbers as they are, compared as `how` says."""
+    """A person's own encoder: numbers as they are, compared by `custom_score`."""
 
-    how: Any = None
+    custom_score: Any = None
     kind: ClassVar[str] = "years"
 
     @property
@@ -151,7 +151,7 @@ class Years(Encoder):
         return np.array([[key, 1.0] for key in keys], np.float32)
 
     def default_score(self, rows: int) -> Score:
-        return self.how or super().default_score(rows)
+        return self.custom_score or super().default_score(rows)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -173,11 +173,11 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("how", OWN, ids=str)
+@pytest.mark.parametrize("custom_score", OWN, ids=str)
 @pytest.mark.parametrize("wrap", [lambda x: Heads([x, Exact()], [1, 0]), Learned.from_base])
-def test_an_encoder_of_ones_own_ranks_as_it_does_alone(how: Any, wrap: Any) -> None:
+def test_an_encoder_of_ones_own_ranks_as_it_does_alone(custom_score: Any, wrap: Any) -> None:
     keys, queries = [0.5, -1.0, 1.25, 3.0, 2.0], [1.2, -3.0, 2.4]
-    alone = Years(how)
+    alone = Years(custom_score)
     together = wrap(alone, 5) if wrap == Learned.from_base else wrap(alone)
     want = np.asarray(
         alone.default_score(5)(alone.encode_query(queries), alone.encode(keys)), float
@@ -192,7 +192,7 @@ def test_an_encoder_of_ones_own_ranks_as_it_does_alone(how: Any, wrap: Any) -> N
         np.testing.assert_allclose(score, want, rtol=1e-3, atol=1e-4)
 
 
-def test_a_score_of_ones_own_counts_beside_other_heads() -> None:
+def test_a_custom_score_counts_next_to_other_heads() -> None:
     keys = [("Li", 1.0), ("Li", 3.0), ("Smola", 2.9)]
     both = Columns([Characters(), Years(Gaussian())]).fit(keys)
     D = qkv.Database([*keys], [0, 1, 2], encoder=both)
@@ -200,8 +200,8 @@ def test_a_score_of_ones_own_counts_beside_other_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [Laplace(), Boxcar(), ScaledDot(softcap=1.0), ADDITIVE, Gated(*np.eye(2))], ids=str
+    "score", [Laplace(), Boxcar(), ScaledDot(softcap=1.0), ADDITIVE, Gated(*np.eye(2))], ids=str
 )
-def test_a_score_that_is_no_product_is_refused_as_a_head(how: Any) -> None:
+def test_a_score_that_is_no_product_is_refused_as_a_head(score: Any) -> None:
     with pytest.raises(CombinationError, match=r"Years.*not a dot product.*without other heads"):
-        Heads([Years(how), Exact()]).encode([1.0, 2.0])
+        Heads([Years(score), Exact()]).encode([1.0, 2.0])

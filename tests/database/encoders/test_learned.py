@@ -43,8 +43,8 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestPooling:
     def test_is_a_softmax_over_each_text(self) -> None:
         logits = np.array([0.0, np.log(3.0), 5.0, 1000.0, 1000.0])
-        found = softmax_by_text(logits, np.array([0, 2, 2, 3, 5]))
-        np.testing.assert_allclose(found, [0.25, 0.75, 1.0, 0.5, 0.5])
+        result = softmax_by_text(logits, np.array([0, 2, 2, 3, 5]))
+        np.testing.assert_allclose(result, [0.25, 0.75, 1.0, 0.5, 0.5])
 
     def test_of_no_tokens_is_zero(self) -> None:
         table = np.ones((3, 2), np.float32)
@@ -54,18 +54,18 @@ class TestPooling:
 
     def test_sums_by_weight(self) -> None:
         table = np.array([[1.0, 0.0], [0.0, 1.0]])
-        found = pool_tokens(
+        result = pool_tokens(
             table, np.array([0.25, 0.75, 1.0]), np.array([0, 1, 1]), np.array([0, 2, 2, 3])
         )
-        assert found.tolist() == [[0.25, 0.75], [0, 0], [0, 1]]
+        assert result.tolist() == [[0.25, 0.75], [0, 0], [0, 1]]
 
     def test_bags_are_taken_and_thinned(self) -> None:
-        whole = build_token_bag(np.array([1, 2, 3, 4, 5, 6]), np.array([0, 2, 2, 5, 6]))
-        some = whole.take_texts(np.array([2, 1, 0, 2]))
-        assert some.ids.tolist() == [3, 4, 5, 1, 2, 3, 4, 5]
-        assert some.offsets.tolist() == [0, 3, 3, 5, 8]
-        assert some.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
-        thin = whole.drop_tokens(np.array([True, False, False, True, True, False]))
+        full = build_token_bag(np.array([1, 2, 3, 4, 5, 6]), np.array([0, 2, 2, 5, 6]))
+        subset = full.take_texts(np.array([2, 1, 0, 2]))
+        assert subset.ids.tolist() == [3, 4, 5, 1, 2, 3, 4, 5]
+        assert subset.offsets.tolist() == [0, 3, 3, 5, 8]
+        assert subset.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+        thin = full.drop_tokens(np.array([True, False, False, True, True, False]))
         assert thin.ids.tolist() == [1, 4, 5]
         assert thin.offsets.tolist() == [0, 1, 1, 3, 3]
         assert thin.positions.tolist() == [0, 1, 2]
@@ -95,8 +95,8 @@ class TestLearned:
         base = base.fit(keys)
         learned = Learned.from_base(base, len(keys), vectors=True)
         expected = base.encode_head([query], query=True) @ base.encode_head(keys).T
-        found = learned.encode_query([query]) @ learned.encode(keys).T
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        actual = learned.encode_query([query]) @ learned.encode(keys).T
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
     def test_score_is_its_sharpness_and_follows_the_rows(self) -> None:
         base = Heads([Characters(64), Letters()], [1, 3])
@@ -137,8 +137,8 @@ class TestLearned:
         )
         both = Columns([Text(), Numbers()]).fit([(key, 1.0) for key in keys])
         inner = Learned.from_base(both, 2)
-        asked = [(query, None), (None, 2.0)]
-        np.testing.assert_allclose(inner.encode_query(asked), both.encode_query(asked), atol=1e-5)
+        pairs = [(query, None), (None, 2.0)]
+        np.testing.assert_allclose(inner.encode_query(pairs), both.encode_query(pairs), atol=1e-5)
 
     def test_words_have_tokens(self) -> None:
         pytest.importorskip("wordllama")

@@ -72,14 +72,14 @@ def test_words_that_came_after_the_fit_are_as_rare_as_can_be(doubt: float) -> No
     np.testing.assert_allclose(query @ key.T, expected / information[:, None], rtol=1e-5, atol=1e-7)
 
 
-def many() -> list[str]:
+def random_texts() -> list[str]:
     rng = np.random.default_rng(0)
     words = [f"w{i}" for i in range(400)]
     return [" ".join(rng.choice(words, 8)) for _ in range(300)]
 
 
 def test_sparse_vectors_are_exact_whatever_there_is() -> None:
-    keys = many()
+    keys = random_texts()
     query, key = Lexical().fit(keys).encode_pair(keys[:50], keys)
     expected = bm25(keys[:50], keys, 1.2, 0.75)
     np.testing.assert_allclose(query @ key.T, expected, rtol=1e-5, atol=1e-7)
@@ -89,33 +89,35 @@ def test_columns_keep_their_words_apart() -> None:
     keys = [("red", "blue"), ("blue", "red"), ("green", "green")]
     both = Columns({"one": Lexical(), "two": Lexical()}).fit(keys)
     query, key = both.encode_pair([("red", None), (None, "red"), {"two": "green"}], keys)
-    found = query @ key.T
-    assert found.argmax(axis=1).tolist() == [0, 1, 2]
-    assert (np.count_nonzero(found, axis=1) == 1).all()
+    result = query @ key.T
+    assert result.argmax(axis=1).tolist() == [0, 1, 2]
+    assert (np.count_nonzero(result, axis=1) == 1).all()
     alone = Lexical().fit(["red", "blue", "green"])
     own, ours = alone.encode_pair(["red"], ["red"])
     # One column is asked as sharply as if there were no other.
-    np.testing.assert_allclose(found[0, 0], (own @ ours.T)[0, 0], rtol=1e-5)
+    np.testing.assert_allclose(result[0, 0], (own @ ours.T)[0, 0], rtol=1e-5)
 
 
 def test_before_it_is_fitted_it_knows_no_word() -> None:
     query, key = Lexical().encode_pair(["the cat"], ["the cat"])
     assert not (query @ key.T).any()
     query, key = Lexical().fit(["", "!"]).encode_pair(["the cat"], ["the cat", "", "a cat"])
-    (found,) = query @ key.T
-    assert found[0] > found[2] > found[1] == 0
+    (result,) = query @ key.T
+    assert result[0] > result[2] > result[1] == 0
 
 
-def houses() -> list[str]:
-    looks, streets = ("red", "old", "tall"), ("oak", "elm")
-    return [f"the {looks[i % 3]} house number {i} on {streets[i % 2]} street" for i in range(70)]
+def house_texts() -> list[str]:
+    adjectives, streets = ("red", "old", "tall"), ("oak", "elm")
+    return [
+        f"the {adjectives[i % 3]} house number {i} on {streets[i % 2]} street" for i in range(70)
+    ]
 
 
 LATER = ["single 3", "single 4", "a lone pine"]
 
 
 def test_rows_that_came_later_are_found_by_new_words() -> None:
-    D = qkv.Database(houses(), list(range(70)), encoder="lexical")
+    D = qkv.Database(house_texts(), list(range(70)), encoder="lexical")
     D.add(LATER, [100, 101, 102])
     assert D.encoder.rows == 70
     for query, key in (("single 3", "single 3"), ("the pine", LATER[2]), ("lone pine", LATER[2])):

@@ -26,10 +26,10 @@ def test_columns_of_mixed_units_count_the_same() -> None:
         return encoder.default_score(4)(x, x)
 
     z = (np.array(keys) - np.mean(keys, axis=0)) / np.std(keys, axis=0)
-    wanted = Gaussian(4 ** (-1 / 6))(z, z)
-    np.testing.assert_allclose(scored(keys), wanted, rtol=1e-4, atol=1e-6)
+    expected = Gaussian(4 ** (-1 / 6))(z, z)
+    np.testing.assert_allclose(scored(keys), expected, rtol=1e-4, atol=1e-6)
     scaled = [(gpa * 1000, salary / 7) for gpa, salary in keys]
-    np.testing.assert_allclose(scored(scaled), wanted, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(scored(scaled), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1e100])
@@ -92,8 +92,8 @@ def test_dates_count_as_days() -> None:
     assert x[0] == x[1]
     first, last = datetime.datetime.min, datetime.datetime.max  # which UTC has not
     ends = [first.replace(tzinfo=zone), first, last, last.replace(tzinfo=datetime.UTC)]
-    found = Numbers(units=1).fit([first]).encode(ends)
-    assert found[0, 0] == found[1, 0] - 0.25 and found[2, 0] == found[3, 0]
+    result = Numbers(units=1).fit([first]).encode(ends)
+    assert result[0, 0] == result[1, 0] - 0.25 and result[2, 0] == result[3, 0]
     clock = Numbers(units=1).fit([datetime.time(0)]).encode([datetime.time(18)])
     assert clock.tolist() == [[0.75]]
 

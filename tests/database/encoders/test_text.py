@@ -12,7 +12,7 @@ from qkv.database.encoders import Text, load
 from qkv.database.encoders.base import sharpness_for_rows
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot
-from tests.database.encoders.test_lexical import LATER, houses
+from tests.database.encoders.test_lexical import LATER, house_texts
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("wordllama")
@@ -35,7 +35,7 @@ def effective_rows(alpha: np.ndarray) -> np.ndarray:
     return np.exp(-(alpha * np.log(np.maximum(alpha, 1e-30))).sum(axis=-1))
 
 
-def slips(title: str, some: random.Random) -> list[str]:
+def misspell(title: str, some: random.Random) -> list[str]:
     """A letter dropped, doubled, replaced, and two swapped, all in lower case."""
     title = title.lower()
     letters = [i for i, letter in enumerate(title) if letter.isalnum()]
@@ -57,7 +57,7 @@ def test_a_title_typed_right_takes_more_than_half(books: list[dict[str, str]]) -
 
 def test_a_title_with_one_slip_takes_more_than_half(books: list[dict[str, str]]) -> None:
     titles, some = [book["title"] for book in books], random.Random(11)
-    pairs = [(i, slip) for i, title in enumerate(titles) for slip in slips(title, some)]
+    pairs = [(i, slip) for i, title in enumerate(titles) for slip in misspell(title, some)]
     right, queries = zip(*pairs, strict=True)
     weight = ask(list(queries), titles)[range(len(right)), right]
     assert (weight > 0.5).mean() > 0.98
@@ -119,9 +119,9 @@ def test_lee_is_mostly_li() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 30, 20_000])
 def test_it_holds_for_few_rows_and_for_many(rows: int, books: list[dict[str, str]]) -> None:
-    some = random.Random(5)
+    rng = random.Random(5)
     words = sorted({word for book in books for word in book["summary"].split()})
-    others = {" ".join(some.choices(words, k=some.randint(2, 5))) for _ in range(rows)}
+    others = {" ".join(rng.choices(words, k=rng.randint(2, 5))) for _ in range(rows)}
     keys = ["One Hundred Years of Solitude", *sorted(others)][:rows]
     right, slip, vague = ask(
         ["one hundred years of solitude", "one hundred yaers of solitude", "something sad"],
@@ -162,7 +162,7 @@ def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None
 
 
 def test_rows_that_came_later_are_found_by_new_words() -> None:
-    D = qkv.Database(houses(), list(range(70)))
+    D = qkv.Database(house_texts(), list(range(70)))
     well = "the low house number 7 on oak street, with a well"
     D.add([*LATER, well], [100, 101, 102, 103])
     pairs = [("single 3", "single 3"), ("3 single", "single 3"), ("pine", LATER[2])]

@@ -40,7 +40,7 @@ FORMATS = {
 }
 
 
-def put(folder: Path, data: bytes, name: str = "vectors") -> Path:
+def write_file(folder: Path, data: bytes, name: str = "vectors") -> Path:
     path = folder / name
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     return path
@@ -55,13 +55,13 @@ def test_every_format_gives_the_same_table(
     data = FORMATS[name]
     if block == 7:  # blocks end in the middle of words and numbers, but the header is whole
         monkeypatch.setattr("qkv.database.encoders.vectors.BLOCK_BYTES", 90)
-    table = read_word_vectors(put(tmp_path, data, file))
+    table = read_word_vectors(write_file(tmp_path, data, file))
     assert list(table.index) == WORDS
     np.testing.assert_array_equal(table.vectors, NUMBERS)
 
 
 def test_a_text_is_the_mean_of_its_words(tmp_path: Path) -> None:
-    encoder = Vectors(put(tmp_path, glove()))
+    encoder = Vectors(write_file(tmp_path, glove()))
     texts = ["the cat", "The  CAT, unheard!", "don't", "New-York night", "the-cat", "", "what?"]
     got = encoder.encode(texts)
     row = dict(zip(WORDS, NUMBERS, strict=True))
@@ -74,14 +74,14 @@ def test_a_text_is_the_mean_of_its_words(tmp_path: Path) -> None:
 
 def test_words_may_hold_spaces_and_come_twice(tmp_path: Path) -> None:
     data = glove(["cat", ". . .", "cat", "dog", "x", "y"])
-    table = read_word_vectors(put(tmp_path, data))
+    table = read_word_vectors(write_file(tmp_path, data))
     assert list(table.index) == ["cat", ". . .", "dog", "x", "y"]
     np.testing.assert_array_equal(table.vectors, NUMBERS[[0, 1, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("data", [glove(), binary()])
 def test_a_limit_keeps_the_first_words(data: bytes, tmp_path: Path) -> None:
-    table = read_word_vectors(put(tmp_path, data), 2)
+    table = read_word_vectors(write_file(tmp_path, data), 2)
     assert list(table.index) == WORDS[:2]
     np.testing.assert_array_equal(table.vectors, NUMBERS[:2])
 
@@ -114,21 +114,21 @@ def lines(*changed: tuple[int, bytes]) -> bytes:
     ],
 )
 def test_a_damaged_file_is_refused_with_the_place(data: bytes, says: str, tmp_path: Path) -> None:
-    path = put(tmp_path, data)
+    path = write_file(tmp_path, data)
     with pytest.raises(VectorFileError, match=says) as error:
         read_word_vectors(path)
     assert str(path) in str(error.value)
 
 
 def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
-    path = put(tmp_path, glove(), "vectors.gz")
+    path = write_file(tmp_path, glove(), "vectors.gz")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(VectorFileError, match=r"vectors\.gz: damaged"):
         read_word_vectors(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = put(tmp_path, glove())
+    path = write_file(tmp_path, glove())
     settings = json.loads(json.dumps(Vectors(path).fit([]).settings()))
     path.unlink()
     for opened in (lambda: load(settings, {}), lambda: Vectors(path).encode(["a"])):
@@ -138,9 +138,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_another_file_in_its_place_is_refused(tmp_path: Path) -> None:
-    path = put(tmp_path, glove())
+    path = write_file(tmp_path, glove())
     encoder = Vectors(path).fit([])
-    put(tmp_path, glove(numbers=NUMBERS * 2))
+    write_file(tmp_path, glove(numbers=NUMBERS * 2))
     with pytest.raises(VectorFileError, match="has changed"):
         load(encoder.settings(), {}).encode(["cat"])
 

@@ -100,6 +100,6 @@ def test_a_text_has_the_tokens_that_its_tokenizer_gives_it_whole(monkeypatch, mo
     texts = ["", " ", "  ", "a ", " a", "a  b", "a <s> b", "</s>a b", "▁", "a ▁ b", "a\n b"]
     texts += ["".join(rng.choice(parts, rng.integers(0, 9))) for _ in range(500)]
     ids, offsets = Words(lower=False).tokens(texts)
-    whole = words._load_tokenizer().encode_batch_fast(texts, add_special_tokens=False)
-    assert [x.tolist() for x in np.split(ids, offsets[1:-1])] == [x.ids for x in whole]
+    full = words._load_tokenizer().encode_batch_fast(texts, add_special_tokens=False)
+    assert [x.tolist() for x in np.split(ids, offsets[1:-1])] == [x.ids for x in full]
     assert Words().tokens([])[1].tolist() == [0]

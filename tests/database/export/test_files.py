@@ -62,12 +62,12 @@ def test_frames_come_back_equal(monkeypatch, library):
     frame = D.to_frame()
     assert isinstance(frame, library.Table if library is pyarrow else library.DataFrame)
     back = Database.from_frame(frame, key="name", value="vector")
-    for mine, theirs in zip(rows_of_all(D), rows_of_all(back), strict=True):
-        assert mine == theirs
+    for ours, theirs in zip(rows_of_all(D), rows_of_all(back), strict=True):
+        assert ours == theirs
     assert next(back.rows())["vector"].dtype == np.float32
     assert back.describe() == D.describe()
-    kept = D.to_frame(where="age >= 0 and height < 2")
-    assert len(kept) == D.count("age >= 0 and height < 2") == 2
+    filtered = D.to_frame(where="age >= 0 and height < 2")
+    assert len(filtered) == D.count("age >= 0 and height < 2") == 2
 
 
 def rows_of_all(D):

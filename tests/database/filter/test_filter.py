@@ -44,10 +44,10 @@ class Table:
         return np.bincount(self.read_column(name).kinds, minlength=len(columns.KIND_NAMES))
 
 
-def passing(where, rows):
-    found = compile_condition(where, list(rows[0]))
-    assert found is not None
-    return found(Table(rows)).passes.tolist()
+def filter_rows(where, rows):
+    result = compile_condition(where, list(rows[0]))
+    assert result is not None
+    return result(Table(rows)).passes.tolist()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def passing(where, rows):
     ],
 )
 def test_conditions(where, passes):
-    assert passing(where, [ROW]) == [passes]
+    assert filter_rows(where, [ROW]) == [passes]
 
 
 def test_none_lets_all_pass():
@@ -110,14 +110,14 @@ def test_none_lets_all_pass():
 
 def test_a_column_named_as_a_word_of_sql_is_a_column():
     row = {"Null": 1, "AND": 2, "true": 3}
-    assert passing("Null = 1 and AND = 2 and true = 3", [row]) == [True]
+    assert filter_rows("Null = 1 and AND = 2 and true = 3", [row]) == [True]
 
 
 def test_a_quote_written_twice_is_one():
     rows = [{"a": "it's"}, {"a": "its"}, {"a": 'say "x"'}]
-    assert passing("'''' in a or a = ''", rows) == [True, False, False]
-    assert passing("a = 'it''s'", rows) == [True, False, False]
-    assert passing('a = "say ""x"""', rows) == [False, False, True]
+    assert filter_rows("'''' in a or a = ''", rows) == [True, False, False]
+    assert filter_rows("a = 'it''s'", rows) == [True, False, False]
+    assert filter_rows('a = "say ""x"""', rows) == [False, False, True]
 
 
 def test_no_rows_match_is_said():
@@ -147,18 +147,18 @@ def test_rows_that_match_without_a_value_are_said():
     made = qkv.Database.from_columns(
         {"name": ["Li", "Mu"], "n": [1, 2], "v": [1.0, None]}, key="name", value="v"
     )
-    said = "1 row match where='n == 2', but none of them has a value"
-    assert made.ask("Li", where="n == 2").hint == said.replace("1 row match", "1 row matches")
+    message = "1 row match where='n == 2', but none of them has a value"
+    assert made.ask("Li", where="n == 2").hint == message.replace("1 row match", "1 row matches")
 
 
 def test_a_column_may_have_any_name():
     row = {"_column_0_0": 1, "first name": 2, "_column_0": 3}
-    assert passing("_column_0_0 == 1 and `first name` == 2 and _column_0 == 3", [row]) == [True]
+    assert filter_rows("_column_0_0 == 1 and `first name` == 2 and _column_0 == 3", [row]) == [True]
 
 
 def test_a_backtick_of_a_name_is_written_twice():
     row = {"a`tick`b": 1, "`": 2}
-    assert passing("`a``tick``b` == 1 and ```` == 2", [row]) == [True]
+    assert filter_rows("`a``tick``b` == 1 and ```` == 2", [row]) == [True]
     for where in ("`a`tick`b` == 1", "`a` == 1", "`a``tick``b` + 1 == 2"):
         with pytest.raises(ArgumentError) as caught:
             compile_condition(where, list(row))
@@ -241,29 +241,29 @@ def test_an_error_quotes_little(where):
 )
 def test_text_is_not_compared_with_numbers(where):
     with pytest.raises(DtypeError, match="text cannot be compared with numbers"):
-        passing(where, [ROW])
+        filter_rows(where, [ROW])
 
 
 def test_a_column_of_text_and_numbers_is_compared_with_either_where_it_is_equal():
     rows = [{"age": 50}, {"age": "unknown"}, {"age": None}]
-    assert passing("age == 50", rows) == [True, False, False]
-    assert passing("age != 'unknown'", rows) == [True, False, True]
+    assert filter_rows("age == 50", rows) == [True, False, False]
+    assert filter_rows("age != 'unknown'", rows) == [True, False, True]
     with pytest.raises(DtypeError, match="holds number, text"):
-        passing("age > 30", rows)
+        filter_rows("age > 30", rows)
 
 
 def test_cells_that_have_no_order_are_said():
     with pytest.raises(ArgumentError, match="1 cells that have no order"):
-        passing("tags > 3", [{"tags": [1, 2]}])
-    assert passing({"tags": [[1, 2]]}, [{"tags": [1, 2]}, {"tags": [1]}]) == [True, False]
+        filter_rows("tags > 3", [{"tags": [1, 2]}])
+    assert filter_rows({"tags": [[1, 2]]}, [{"tags": [1, 2]}, {"tags": [1]}]) == [True, False]
 
 
 def test_dates_are_compared_with_their_iso_text():
     day = datetime.date(2020, 3, 1)
     rows = [{"day": day}, {"day": datetime.date(2021, 1, 1)}, {"day": None}]
-    assert passing("day < '2020-12-31'", rows) == [True, False, False]
-    assert passing({"day": day}, rows) == [True, False, False]
-    assert passing("day == '2021-01-01'", rows) == [False, True, False]
+    assert filter_rows("day < '2020-12-31'", rows) == [True, False, False]
+    assert filter_rows({"day": day}, rows) == [True, False, False]
+    assert filter_rows("day == '2021-01-01'", rows) == [False, True, False]
 
 
 def hours(zone=None):
@@ -292,70 +292,76 @@ def hours(zone=None):
     ],
 )
 def test_moments_are_compared_however_they_are_written(where, right):
-    assert np.flatnonzero(passing(where, hours())).tolist() == right
+    assert np.flatnonzero(filter_rows(where, hours())).tolist() == right
 
 
 def test_moments_of_other_zones():
     berlin = datetime.timezone(datetime.timedelta(hours=1))
     rows = hours(berlin)
-    assert passing("at < '2024-01-01T11:30:00+00:00'", rows) == [True, True, False, False, False]
-    assert passing("at == '2024-01-01T11:00Z'", rows) == [False, True, False, False, False]
-    assert passing("at < '2024-01-01 11:30'", rows) == [True, False, False, False, False]
+    assert filter_rows("at < '2024-01-01T11:30:00+00:00'", rows) == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert filter_rows("at == '2024-01-01T11:00Z'", rows) == [False, True, False, False, False]
+    assert filter_rows("at < '2024-01-01 11:30'", rows) == [True, False, False, False, False]
     for where in ("at == '2024-01-01T12:00'", "at in ['2024-01-01 12:00']"):
-        assert passing(where, rows) == [False, True, False, False, False]
-    assert passing({"at": datetime.datetime(2024, 1, 1, 12)}, rows)[1]
-    assert passing("at == '2024-01-02'", rows) == [False, False, True, False, False]
-    assert passing("at != '2024-01-01T12:00'", rows) == [True, False, True, True, True]
+        assert filter_rows(where, rows) == [False, True, False, False, False]
+    assert filter_rows({"at": datetime.datetime(2024, 1, 1, 12)}, rows)[1]
+    assert filter_rows("at == '2024-01-02'", rows) == [False, False, True, False, False]
+    assert filter_rows("at != '2024-01-01T12:00'", rows) == [True, False, True, True, True]
     with pytest.raises(
         DtypeError, match=r"without a time zone.*T11:00:00\+00:00: write the time without"
     ):
-        passing("at < '2024-01-01T11:00Z'", hours())
+        filter_rows("at < '2024-01-01T11:00Z'", hours())
 
 
 def test_a_date_is_not_compared_with_what_is_none():
     for wrong in ("tomorrow", "2024-1-1"):
         with pytest.raises(DtypeError, match=f"'at' holds dates.*'{wrong}'.*2024-01-31"):
-            passing(f"at < '{wrong}'", hours())
+            filter_rows(f"at < '{wrong}'", hours())
     rows = [{"at": datetime.date(2024, 1, 1)}, {"at": "soon"}, {"at": "2024-01-01"}]
-    assert passing("at < 'tomorrow'", rows) == [True, True, True]
-    assert passing("at == '2024-01-01 00:00'", rows) == [True, False, False]
-    assert passing("at == 'soon'", rows) == [False, True, False]
+    assert filter_rows("at < 'tomorrow'", rows) == [True, True, True]
+    assert filter_rows("at == '2024-01-01 00:00'", rows) == [True, False, False]
+    assert filter_rows("at == 'soon'", rows) == [False, True, False]
 
 
 def test_columns_of_days_and_moments_are_compared():
     rows = [{**row, "day": datetime.date(2024, 1, 2)} for row in hours()]
-    assert passing("at < day", rows) == [True, True, False, False, False]
-    assert passing("at <= day", rows) == [True, True, True, False, False]
+    assert filter_rows("at < day", rows) == [True, True, False, False, False]
+    assert filter_rows("at <= day", rows) == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("text", ["genre == fantasy", "genre in [poetry, 'x']", "fantasy"])
 def test_a_word_without_quotes_is_reported(text):
     with pytest.raises(ArgumentError, match=r"unknown column '\w+'.* Write text in quotes\.$"):
-        passing(text, [{"genre": "fantasy"}])
+        filter_rows(text, [{"genre": "fantasy"}])
 
 
 def test_letters_that_look_alike_are_distinguished():
     """Python's grammar has one spelling for them, and a table may have both."""
     rows = [{"\u00e9": 1, "e\u0301": 10, "\u00b5m": 2, "\ufb01": 3}]
-    assert passing("\u00e9 == 1 and e\u0301 == 10", rows) == [True]
-    assert passing("e\u0301 == 1 or not (\u00e9 == 1)", rows) == [False]
+    assert filter_rows("\u00e9 == 1 and e\u0301 == 10", rows) == [True]
+    assert filter_rows("e\u0301 == 1 or not (\u00e9 == 1)", rows) == [False]
     for name in ("\u00b5m", "\u03bcm"):  # the sign for a millionth, and the letter
-        assert passing(f"(({name}) > 1) and \ufb01", rows) == [True]
+        assert filter_rows(f"(({name}) > 1) and \ufb01", rows) == [True]
     with pytest.raises(ArgumentError, match="unknown column"):
-        passing("\uff45\u0301 == 1", rows)  # wide, and either of two
+        filter_rows("\uff45\u0301 == 1", rows)  # wide, and either of two
 
 
 def test_numbers_that_no_float_holds_are_distinguished():
     big = 2**60
     rows = [{"n": big + i} for i in range(4)] + [{"n": float(big)}, {"n": Decimal("0.1")}]
-    assert passing(f"n == {big + 1}", rows) == [False, True, False, False, False, False]
-    assert passing(f"n == {big}", rows) == [True, False, False, False, True, False]
-    assert passing(f"n > {big + 1}", rows) == [False, False, True, True, False, False]
-    assert passing(f"n <= {big}", rows) == [True, False, False, False, True, True]
-    assert passing("n < 0.1", rows)[-1] is (Decimal("0.1") < 0.1)
-    assert passing("n > 1" + "0" * 400, rows) == [False] * 6
-    assert passing("n == m", [{"n": big, "m": big + 1}, {"n": 3, "m": 3.0}]) == [False, True]
-    assert passing("n < m", [{"n": big, "m": big + 1}, {"n": 3, "m": None}]) == [True, False]
+    assert filter_rows(f"n == {big + 1}", rows) == [False, True, False, False, False, False]
+    assert filter_rows(f"n == {big}", rows) == [True, False, False, False, True, False]
+    assert filter_rows(f"n > {big + 1}", rows) == [False, False, True, True, False, False]
+    assert filter_rows(f"n <= {big}", rows) == [True, False, False, False, True, True]
+    assert filter_rows("n < 0.1", rows)[-1] is (Decimal("0.1") < 0.1)
+    assert filter_rows("n > 1" + "0" * 400, rows) == [False] * 6
+    assert filter_rows("n == m", [{"n": big, "m": big + 1}, {"n": 3, "m": 3.0}]) == [False, True]
+    assert filter_rows("n < m", [{"n": big, "m": big + 1}, {"n": 3, "m": None}]) == [True, False]
 
 
 MIXED = [
@@ -410,15 +416,15 @@ def test_an_answer_is_that_of_a_database_of_the_rows_that_pass(share, weighting)
     keys, values, u = rng.normal(size=(9000, 4)), rng.normal(size=9000), rng.random(9000)
     columns = {"key": keys, "value": values, "u": u}
     made = qkv.Database.from_columns(columns, key="key", value="value")
-    kept = u < share
-    alone = qkv.Database(keys[kept], values[kept])
+    passes = u < share
+    alone = qkv.Database(keys[passes], values[passes])
     query = rng.normal(size=4)
     answer = made.ask(query, where=f"u < {share}", weighting=weighting, score="dot")
     expected = alone.ask(query, weighting=weighting, score="dot")
     np.testing.assert_allclose(answer.value, expected.value, rtol=1e-6)
     np.testing.assert_allclose(answer.spread, expected.spread, rtol=1e-6)
-    np.testing.assert_allclose(answer.weights[kept], expected.weights, rtol=1e-5, atol=1e-9)
-    assert not answer.weights[~kept].any() and answer.total == kept.sum()
+    np.testing.assert_allclose(answer.weights[passes], expected.weights, rtol=1e-5, atol=1e-9)
+    assert not answer.weights[~passes].any() and answer.total == passes.sum()
     assert [row.weight for row in answer.rows] == [answer.weights[r.index] for r in answer.rows]
     assert [r.value for r in answer.rows] == [r.value for r in expected.rows]
     assert answer.entropy == pytest.approx(expected.entropy, rel=1e-5, abs=1e-9)
@@ -462,15 +468,15 @@ def test_columns_survive_versions_removals_and_compaction(tmp_path):
 @pytest.mark.parametrize("absent", [None, float("nan"), -float("nan")])
 def test_two_missing_cells_are_equal_whatever_other_rows_hold(others, absent):
     rows = [{"n": absent, "m": None}, *({"n": other, "m": "text"} for other in others)]
-    assert passing("n == m", rows) == [True, False, False]
-    assert passing("m != n", rows) == [False, True, True]
+    assert filter_rows("n == m", rows) == [True, False, False]
+    assert filter_rows("m != n", rows) == [False, True, True]
     assert columns.encode_column([row["n"] for row in rows]).codes[0] == 0
 
 
 def test_a_vector_equals_the_list_of_its_numbers():
     rows = [{"x": np.array([1.0, 2.0])}, {"x": [1.0, 2.0]}, {"x": np.array([1.0])}, {"x": None}]
     for same in ([1.0, 2.0], [1, 2], np.array([1.0, 2.0], np.float32)):
-        assert passing({"x": [same]}, rows) == [True, True, False, False]
+        assert filter_rows({"x": [same]}, rows) == [True, True, False, False]
 
 
 def test_texts_of_pieces_of_one_size_are_distinguished(monkeypatch):

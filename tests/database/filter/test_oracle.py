@@ -53,16 +53,16 @@ def negated(x: Passed) -> Passed:
     return Passed(x.known & ~x.true, x.known)
 
 
-def both(x: Passed, y: Passed) -> Passed:
+def combine_both(x: Passed, y: Passed) -> Passed:
     false = (x.known & ~x.true) | (y.known & ~y.true)
     return Passed(x.true & y.true, (x.known & y.known) | false)
 
 
 def either(x: Passed, y: Passed) -> Passed:
-    return negated(both(negated(x), negated(y)))
+    return negated(combine_both(negated(x), negated(y)))
 
 
-def made(rng: random.Random) -> pd.DataFrame:
+def random_table(rng: random.Random) -> pd.DataFrame:
     """A table, each cell of which may be missing."""
     rows = rng.choice([1, 7, 40, 150])
     day = datetime.date(2024, 1, 1)
@@ -104,7 +104,7 @@ def draw_cell(rng: random.Random, kind: str) -> Any:
     return datetime.date(2024, 1, 1) + datetime.timedelta(days=rng.randrange(60))
 
 
-def spelled(rng: random.Random, cell: Any) -> str:
+def format_cell(rng: random.Random, cell: Any) -> str:
     """A cell as a condition writes it, in any of its forms."""
     if isinstance(cell, datetime.date):
         return repr(cell.isoformat())
@@ -119,7 +119,7 @@ def spelled(rng: random.Random, cell: Any) -> str:
     return repr(cell)
 
 
-def named(rng: random.Random, name: str) -> str:
+def format_name(rng: random.Random, name: str) -> str:
     return name if name.isidentifier() and rng.random() < 0.8 else f"`{name}`"
 
 
@@ -130,46 +130,46 @@ def known_all(x: pd.Series) -> Passed:
 def equal(column: pd.Series, cells: list[Any]) -> pd.Series:
     """Which cells equal one of these; a missing one equals None."""
     values = [x for x in cells if x is not None]
-    found = column.isin(values) & column.notna()
-    return found | column.isna() if None in cells else found
+    result = column.isin(values) & column.notna()
+    return result | column.isna() if None in cells else result
 
 
 def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passed]:
     name = rng.choice(list(COLUMNS))
     kind, column = COLUMNS[name], table[name]
-    own, known = named(rng, name), column.notna()
+    own, known = format_name(rng, name), column.notna()
     gap = rng.choice(["", " "])
     form = rng.random()
     if form < 0.3:
         cell = draw_cell(rng, kind)
         sign = rng.choice(["==", "=", "!=", "<>"])
-        found = known_all(equal(column, [cell]))
-        text = f"{own}{gap}{sign}{gap}{spelled(rng, cell)}"
-        return text, found if "=" in sign[0] else negated(found)
+        result = known_all(equal(column, [cell]))
+        text = f"{own}{gap}{sign}{gap}{format_cell(rng, cell)}"
+        return text, result if "=" in sign[0] else negated(result)
     if form < 0.5 and kind != "bool":
         cell, sign = draw_cell(rng, kind), rng.choice(list(ORDERS))
         true = known & column.map(lambda x: x is not None and ORDERS[sign](x, cell)).astype(bool)
         if rng.random() < 0.3:
-            return f"{spelled(rng, cell)} {TURNED[sign]} {own}", Passed(true, known)
-        return f"{own}{gap}{sign}{gap}{spelled(rng, cell)}", Passed(true, known)
+            return f"{format_cell(rng, cell)} {TURNED[sign]} {own}", Passed(true, known)
+        return f"{own}{gap}{sign}{gap}{format_cell(rng, cell)}", Passed(true, known)
     if form < 0.6:
         cells = [draw_cell(rng, kind) for _ in range(rng.randrange(1, 4))]
         cells += [None] * (rng.random() < 0.2)
         open_, close = rng.choice(["[]", "()"])
-        text = f"{open_}{', '.join(spelled(rng, x) for x in cells)},{close}"
+        text = f"{open_}{', '.join(format_cell(rng, x) for x in cells)},{close}"
         word = rng.choice(["in", "IN", "not in", "NOT IN"])
-        found = known_all(equal(column, cells))
-        return f"{own} {word} {text}", negated(found) if "not" in word.lower() else found
+        result = known_all(equal(column, cells))
+        return f"{own} {word} {text}", negated(result) if "not" in word.lower() else result
     if form < 0.7:
         word = rng.choice(
             ["is None", "is null", "IS NULL", "== None", "is not None", "IS NOT NULL"]
         )
-        found = known_all(column.isna())
-        return f"{own} {word}", negated(found) if "not" in word.lower() else found
+        result = known_all(column.isna())
+        return f"{own} {word}", negated(result) if "not" in word.lower() else result
     if form < 0.8 and kind == "text":
         part = rng.choice(["tea", "and", "'", "=", "x", "T"])
         true = known & column.map(lambda x: x is not None and part in x).astype(bool)
-        return f"{spelled(rng, part)} in {own}", Passed(true, known)
+        return f"{format_cell(rng, part)} in {own}", Passed(true, known)
     if form < 0.9:
         others = [x for x in COLUMNS if COLUMNS[x] == kind and x != name]
         if others and kind != "bool":
@@ -178,10 +178,10 @@ def draw_comparison(rng: random.Random, table: pd.DataFrame) -> tuple[str, Passe
             pairs = list(zip(column, right, strict=True))
             if rng.random() < 0.4:
                 same = pd.Series([x == y for x, y in pairs], table.index)
-                return f"{own} == {named(rng, other)}", known_all(same)
+                return f"{own} == {format_name(rng, other)}", known_all(same)
             sign, some = rng.choice(list(ORDERS)), known & right.notna()
             true = [x is not None and y is not None and ORDERS[sign](x, y) for x, y in pairs]
-            text = f"{own} {sign} {named(rng, other)}"
+            text = f"{own} {sign} {format_name(rng, other)}"
             return text, Passed(pd.Series(true, table.index), some)
     if kind == "bool":
         return own, Passed(known & column.map(bool), known)
@@ -197,13 +197,13 @@ def draw_condition(rng: random.Random, table: pd.DataFrame, depth: int) -> tuple
     if depth == 0 or rng.random() < 0.3:
         return draw_comparison(rng, table)
     if rng.random() < 0.25:
-        text, found = draw_condition(rng, table, depth - 1)
-        return f"{rng.choice(['not', 'NOT', 'Not'])} ({text})", negated(found)
+        text, result = draw_condition(rng, table, depth - 1)
+        return f"{rng.choice(['not', 'NOT', 'Not'])} ({text})", negated(result)
     one, two = (draw_condition(rng, table, depth - 1) for _ in range(2))
     word = rng.choice(["and", "or"])
-    found = (both if word == "and" else either)(one[1], two[1])
+    result = (combine_both if word == "and" else either)(one[1], two[1])
     word = rng.choice([word, word.upper()])
-    return f"({one[0]}) {word} ({two[0]})", found
+    return f"({one[0]}) {word} ({two[0]})", result
 
 
 def draw_mapping(rng: random.Random, table: pd.DataFrame) -> tuple[dict[str, Any], pd.Series]:
@@ -233,14 +233,14 @@ def check(made: qkv.Database, table: pd.DataFrame, where: Any, passed: pd.Series
     ids = table["id"][passed].tolist()
     assert made.count(where) == len(ids), where
     assert [row["id"] for row in made.rows(where=where)] == ids, where
-    how: dict[str, Any] = {"score": "constant", "weighting": "average", "where": where}
-    answer = made.ask(3.0, **how)
+    options: dict[str, Any] = {"score": "constant", "weighting": "average", "where": where}
+    answer = made.ask(3.0, **options)
     assert answer.total == len(ids), where
-    due = np.where(passed, 1 / max(len(ids), 1), 0)
-    np.testing.assert_allclose(answer.weights, due, rtol=1e-6, err_msg=str(where))
+    expected = np.where(passed, 1 / max(len(ids), 1), 0)
+    np.testing.assert_allclose(answer.weights, expected, rtol=1e-6, err_msg=str(where))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = made.attend([3.0], **how)
+        out = made.attend([3.0], **options)
     mean = table["v"][passed].mean() if ids else 0.0
     np.testing.assert_allclose(out.ravel(), [mean], rtol=1e-5, atol=1e-6, err_msg=str(where))
     assert any(x.category is NoRowsMatchWarning for x in caught) == (not ids)
@@ -253,21 +253,21 @@ def check(made: qkv.Database, table: pd.DataFrame, where: Any, passed: pd.Series
 @pytest.mark.parametrize("seed", range(TABLES))
 def test_conditions_pass_the_rows_that_pandas_finds(seed):
     rng = random.Random(seed)
-    table = made(rng)
-    kept = database(table, parts=rng.choice([1, 3]))
+    table = random_table(rng)
+    stored = database(table, parts=rng.choice([1, 3]))
     for _ in range(-(-CASES // TABLES)):
-        text, found = draw_condition(rng, table, depth=3)
+        text, result = draw_condition(rng, table, depth=3)
         if rng.random() < 0.1:
             where, passed = draw_mapping(rng, table)
-            check(kept, table, where, passed)
+            check(stored, table, where, passed)
         elif rng.random() < 0.1:
-            ids = set(table["id"][found.true])
-            check(kept, table, lambda row, ids=ids: row["id"] in ids, found.true)
+            ids = set(table["id"][result.true])
+            check(stored, table, lambda row, ids=ids: row["id"] in ids, result.true)
         else:
-            check(kept, table, text, found.true)
+            check(stored, table, text, result.true)
 
 
 def test_an_array_of_booleans_is_refused_with_what_to_write():
-    kept = database(made(random.Random(1)), 1)
+    stored = database(random_table(random.Random(1)), 1)
     with pytest.raises(DtypeError, match=re.escape("where must be a mapping of columns")):
-        kept.count(np.ones(len(kept), bool))
+        stored.count(np.ones(len(stored), bool))

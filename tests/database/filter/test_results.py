@@ -31,11 +31,11 @@ def evaluated(monkeypatch):
     return counts
 
 
-def passing(database, where):
+def passing_keys(database, where):
     return sorted(row["key"] for row in database.rows(where=where))
 
 
-def expected(table, passes):
+def expected_keys(table, passes):
     return sorted(key for key, n in table.items() if passes(n))
 
 
@@ -54,14 +54,14 @@ def test_no_result_is_stale_after_writes(tmp_path, on_disk):
         versions = {}
         for step in range(12):
             for where, passes in conditions.items():
-                want = expected(table, passes)
-                assert passing(database, where) == want
+                want = expected_keys(table, passes)
+                assert passing_keys(database, where) == want
                 assert database.count(where) == len(want)
                 answer = database.ask("row 1", where=where, weighting="average", top=1000)
                 assert sorted(row.key for row in answer.rows) == want
                 got = database.attend("row 1", where=where, weighting="average")
                 np.testing.assert_allclose(got, [np.mean([table[key] for key in want])])
-            versions[database.version] = expected(table, conditions["value < 50"])
+            versions[database.version] = expected_keys(table, conditions["value < 50"])
             key = list(table)[int(rng.integers(len(table)))]
             match step % 4:
                 case 0:
@@ -76,17 +76,17 @@ def test_no_result_is_stale_after_writes(tmp_path, on_disk):
                 case 3 if step == 7:
                     database.compact()
         old = database.at(database.version)
-        assert passing(old, "value < 50") == expected(table, conditions["value < 50"])
+        assert passing_keys(old, "value < 50") == expected_keys(table, conditions["value < 50"])
 
 
 def test_an_older_version_keeps_its_own_rows():
     with qkv.Database({"a": 1, "b": 2, "c": 3}) as database:
         version = database.version
-        assert passing(database, "value > 1") == ["b", "c"]
+        assert passing_keys(database, "value > 1") == ["b", "c"]
         database.update("a", 5)
         database.remove("c")
-        assert passing(database, "value > 1") == ["a", "b"]
-        assert passing(database.at(version), "value > 1") == ["b", "c"]
+        assert passing_keys(database, "value > 1") == ["a", "b"]
+        assert passing_keys(database.at(version), "value > 1") == ["b", "c"]
 
 
 def test_a_new_version_evaluates_only_what_changed(evaluated, tmp_path):

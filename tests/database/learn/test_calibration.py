@@ -27,5 +27,5 @@ def test_pairs_that_are_distinguished_make_it_no_sharper() -> None:
     """However often they are learned: each time τ was twenty times as sharp, up to infinity."""
     D = Database({f"key {i}": i for i in range(12)}, encoder=Characters(32))
     pairs = [("kee 1", "key 1"), ("ky 2", "key 2"), ("ke 9", "key 9")]
-    found = [D.learn(pairs, epochs=1).sharpness for _ in range(6)]
-    assert found[-1] < 4 * found[1], found
+    result = [D.learn(pairs, epochs=1).sharpness for _ in range(6)]
+    assert result[-1] < 4 * result[1], result

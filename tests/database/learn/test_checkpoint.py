@@ -17,21 +17,21 @@ def test_resumes_to_the_same_end(when: int, tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setattr(
         descent, "MAX_FULL_CANDIDATES", 4
     )  # so that mined negatives must be kept as well
-    how: dict[str, Any] = {"epochs": 6, "vectors": True, "held_out": PAIRS[:3], "batch": 4}
-    straight, report = learn.learn(Letters(), ENGLISH, PAIRS, **how)
+    options: dict[str, Any] = {"epochs": 6, "vectors": True, "held_out": PAIRS[:3], "batch": 4}
+    straight, report = learn.learn(Letters(), ENGLISH, PAIRS, **options)
     path = tmp_path / "state.safetensors"
 
     def stop(done: int, total: int | None) -> None:
         if done == when * 20 + 7:
             raise KeyboardInterrupt
 
-    learn.learn(Letters(), ENGLISH, PAIRS, resume=path, progress=stop, **how)
+    learn.learn(Letters(), ENGLISH, PAIRS, resume=path, progress=stop, **options)
     assert [item.name for item in tmp_path.iterdir()] == [path.name]
-    resumed, second = learn.learn(Letters(), ENGLISH, PAIRS, resume=path, **how)
+    resumed, second = learn.learn(Letters(), ENGLISH, PAIRS, resume=path, **options)
     assert second.loss == report.loss
     assert second.best == report.best
     np.testing.assert_array_equal(resumed.encode_query(MADE_UP), straight.encode_query(MADE_UP))
-    finished, third = learn.learn(Letters(), ENGLISH, PAIRS, resume=path, **how)
+    finished, third = learn.learn(Letters(), ENGLISH, PAIRS, resume=path, **options)
     assert third.loss == report.loss
     np.testing.assert_array_equal(finished.encode_query(MADE_UP), straight.encode_query(MADE_UP))
 

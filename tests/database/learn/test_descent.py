@@ -36,15 +36,15 @@ def test_mined_negatives_are_hard_and_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     keys = ["cat", "cats", "cat s", "dog", "dogs", "xyz"]
     pairs = [("cat", "cat"), ("cat", "cats"), ("dog", "dog")]
     task = build_task(Characters(64), keys, pairs, 0, 0)
-    how = descent.TrainingOptions(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
-    run = descent.GradientDescent(task, how, Learned.from_base(Characters(64), 6), 0.0)
+    options = descent.TrainingOptions(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
+    run = descent.GradientDescent(task, options, Learned.from_base(Characters(64), 6), 0.0)
     run.mine_hard_negatives(np.random.default_rng(0))
     assert run.hard_negatives is not None
-    found = [{keys[i] for i in row} for row in run.hard_negatives]
-    assert "cat s" in found[0] & found[1]
-    assert not (found[0] | found[1]) & {"cat", "cats"}, "right keys are never wrong"
-    assert "dogs" in found[2]
-    assert "dog" not in found[2]
+    result = [{keys[i] for i in row} for row in run.hard_negatives]
+    assert "cat s" in result[0] & result[1]
+    assert not (result[0] | result[1]) & {"cat", "cats"}, "right keys are never wrong"
+    assert "dogs" in result[2]
+    assert "dog" not in result[2]
 
 
 def test_keeps_the_best_epoch_and_stops() -> None:

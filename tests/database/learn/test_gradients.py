@@ -65,8 +65,8 @@ def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.TrainingB
 class TestGradients:
     def test_are_the_differences(self) -> None:
         parameters, batch = random_batch(np.float64)
-        _, found = gradients.compute_gradients(parameters, batch)
-        assert set(found) == set(parameters)
+        _, result = gradients.compute_gradients(parameters, batch)
+        assert set(result) == set(parameters)
         for name, array in parameters.items():
             for at in list(np.ndindex(array.shape))[:40]:
                 step = 1e-6
@@ -76,7 +76,7 @@ class TestGradients:
                     moved[at] += sign * step
                     sides.append(gradients.compute_gradients({**parameters, name: moved}, batch)[0])
                 slope = (sides[0] - sides[1]) / (2 * step)
-                assert found[name][at] == pytest.approx(slope, abs=1e-7), (name, at)
+                assert result[name][at] == pytest.approx(slope, abs=1e-7), (name, at)
 
     def test_words_are_the_products_of_sparse_vectors(self) -> None:
         _, batch = random_batch(np.float64)
@@ -138,12 +138,12 @@ def by_torch(
             top = top.scatter_reduce(0, text, logits.detach(), "amax")
             e = torch.exp(logits - top[text])
             alpha = e / torch.zeros_like(top).index_add(0, text, e)[text]
-            found = torch.nn.functional.embedding_bag(
+            result = torch.nn.functional.embedding_bag(
                 ids, p[own + "vectors"], offsets[:-1], mode="sum", per_sample_weights=alpha
             )
         else:
-            found = torch.from_numpy(np.ascontiguousarray(x))
-        y = found @ p[own + "w"].T
+            result = torch.from_numpy(np.ascontiguousarray(x))
+        y = result @ p[own + "w"].T
         if batch.cosines[i]:
             y = torch.nn.functional.normalize(y, dim=1)
         return y if stretch is None else y * torch.from_numpy(stretch)[:, None]

@@ -63,14 +63,14 @@ class TestLearn:
         with qkv.open(tmp_path / "d", encoder=Heads([Lexical(), Characters(64)])) as D:
             D.add(keys, np.arange(80.0)[:, None])
             D.learn([(" ".join(key.split()[:2]), key) for key in keys], epochs=2, held_out=0)
-            asked = [key.split()[1] for key in keys[:5]]
-            before = D.attend(asked)
+            queries = [key.split()[1] for key in keys[:5]]
+            before = D.attend(queries)
             made = D.encoder
         assert any(made.parameters["0.words"])
         with qkv.open(tmp_path / "d") as D:
-            np.testing.assert_array_equal(D.attend(asked), before)
+            np.testing.assert_array_equal(D.attend(queries), before)
             code = encode_as_stored(D.encoder, keys)
-            query, key = add_word_columns(D.encoder, asked, code, D.encoder.encode_sparse(keys))
+            query, key = add_word_columns(D.encoder, queries, code, D.encoder.encode_sparse(keys))
             alpha = qkv.weights(query, key, score=D.encoder.default_score(80))
             np.testing.assert_allclose(before, alpha @ np.arange(80.0)[:, None], rtol=1e-4)
 
@@ -187,7 +187,7 @@ class TestRefusals:
             learn.learn(Characters(64), ENGLISH, pairs)
 
     @pytest.mark.parametrize(
-        "how",
+        "options",
         [
             {"epochs": -1},
             {"epochs": 1.5},
@@ -202,10 +202,10 @@ class TestRefusals:
             {"budget_s": 0},
         ],
     )
-    def test_settings(self, how: dict[str, Any]) -> None:
-        (name,) = how
+    def test_settings(self, options: dict[str, Any]) -> None:
+        (name,) = options
         with pytest.raises(ArgumentError, match=name):
-            learn.learn(Characters(64), ENGLISH, PAIRS, **how)
+            learn.learn(Characters(64), ENGLISH, PAIRS, **options)
 
     def test_one_key_is_nothing_to_tell_apart(self) -> None:
         with pytest.raises(ArgumentError, match="two different keys"):

@@ -22,23 +22,23 @@ PAIRS = [(query, KEYS[at]) for query, at in zip(QUERIES[:800], RIGHT[:800], stri
 NEAR = scores.Gaussian(0.5)
 
 
-def made(path: Path | None = None) -> qkv.Database:
+def build_database(path: Path | None = None) -> qkv.Database:
     columns = {"key": KEYS, "value": np.arange(150.0)}
     return qkv.Database.from_columns(columns, key="key", value="value", path=path)
 
 
 @pytest.fixture(scope="module")
 def calibrated() -> qkv.Database:
-    D = made()
+    D = build_database()
     D.calibrate(PAIRS, score=NEAR)
     return D
 
 
-def held(D: qkv.Database, **how: object) -> float:
-    answers = D.ask(QUERIES[800:], **how)
-    found = zip(answers, RIGHT[800:], strict=True)
+def compute_coverage(D: qkv.Database, **options: object) -> float:
+    answers = D.ask(QUERIES[800:], **options)
+    result = zip(answers, RIGHT[800:], strict=True)
     return float(
-        np.mean([right in {row.index for row in answer.prediction_set} for answer, right in found])
+        np.mean([right in {row.index for row in answer.prediction_set} for answer, right in result])
     )
 
 
@@ -47,11 +47,11 @@ def held(D: qkv.Database, **how: object) -> float:
 def test_the_prediction_set_holds_the_right_row_at_the_stated_rate(
     coverage: float, weighting: str
 ) -> None:
-    D = made()
+    D = build_database()
     calibration = D.calibrate(PAIRS, coverage, score=NEAR, weighting=weighting)
     assert (calibration.coverage, calibration.pairs, calibration.rows) == (coverage, 800, 150)
     # Two standard deviations of what 600 and 800 draws allow.
-    assert abs(held(D, score=NEAR, weighting=weighting) - coverage) < 0.04
+    assert abs(compute_coverage(D, score=NEAR, weighting=weighting) - coverage) < 0.04
 
 
 def test_the_set_is_by_weight_and_the_answer_abstains_without_one(calibrated: qkv.Database) -> None:
@@ -75,7 +75,7 @@ def test_a_foreign_question_is_far_from_all_rows_though_one_has_all_weight(
 
 
 def test_it_is_kept_in_the_store(tmp_path: Path) -> None:
-    with made(tmp_path / "near.qkv") as D:
+    with build_database(tmp_path / "near.qkv") as D:
         before = D.version
         calibration = D.calibrate(PAIRS, score=NEAR)
         assert D.versions()[-1].what == "calibrate" and D.version == before + 1
@@ -99,7 +99,7 @@ def test_it_is_for_one_score_and_weighting(calibrated: qkv.Database) -> None:
 
 
 def test_rows_that_change_much_end_it() -> None:
-    D = made()
+    D = build_database()
     D.calibrate(PAIRS, score=NEAR)
     D.add(KEYS[:7] + 9, np.zeros(7))
     D.remove(list(KEYS[:7] + 9))
@@ -147,7 +147,7 @@ def test_a_condition_leaves_its_rows(calibrated: qkv.Database) -> None:
 
 
 def test_an_invalid_calibration_is_not_read() -> None:
-    D = made()
+    D = build_database()
     stored = D.calibrate(PAIRS, score=NEAR).to_dict()
     json.dumps(stored, allow_nan=False)
     for wrong in ({}, [], {**stored, "weight": "much"}, {**stored, "rows": True}, {"weight": 0.5}):
@@ -157,7 +157,7 @@ def test_an_invalid_calibration_is_not_read() -> None:
 
 
 def test_what_it_refuses() -> None:
-    D = made()
+    D = build_database()
     with pytest.raises(ArgumentError, match="coverage must be between 0 and 1, not 90"):
         D.calibrate(PAIRS, 90)
     with pytest.raises(ArgumentError, match=r"coverage of 0\.99 needs at least 132 pairs, not 40"):

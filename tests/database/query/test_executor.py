@@ -62,21 +62,21 @@ def test_every_weighting(database, name, some):
     weighting = WEIGHTINGS[name]
     score = scores.Epanechnikov(2.5) if weighting.needs_nonnegative else scores.ScaledDot(0.7)
     right = VALUE[ALIVE, 0] > 0
-    asked = {"score": score, "weighting": weighting}
-    asked |= {"where": lambda row: row["value"][0] > 0} if some else {}
+    options = {"score": score, "weighting": weighting}
+    options |= {"where": lambda row: row["value"][0] > 0} if some else {}
     q = torch.tensor(QUERY, requires_grad=True)
     k, v = (torch.tensor(x[ALIVE]) for x in (KEY, VALUE))
     mask = torch.tensor(right[None]) if some else None
     out, alpha = qkv.attend(
         q, k, v, score=score, weighting=weighting, mask=mask, engine="dense", return_weights=True
     )
-    got = database.attend(q, **asked)
+    got = database.attend(q, **options)
     np.testing.assert_allclose(got.detach(), out.detach(), atol=1e-12)
-    found = [
+    result = [
         torch.autograd.grad((x * torch.tensor(ALONG)).sum() + 0 * q.sum(), q)[0] for x in (got, out)
     ]
-    np.testing.assert_allclose(*found, atol=1e-12)
-    answers = database.ask(QUERY, top=40, **asked)
+    np.testing.assert_allclose(*result, atol=1e-12)
+    answers = database.ask(QUERY, top=40, **options)
     np.testing.assert_allclose([a.weights for a in answers], alpha.detach(), rtol=1e-5, atol=2e-6)
     for answer, row in zip(answers, out.detach().numpy(), strict=True):
         if answer.value is None:
@@ -120,25 +120,25 @@ def test_one_question_by_every_way(tmp_path):
     """In memory, on disk, of a version, after changes and compaction, by threads, on the command
     line: the same answer."""
     rows = {"name": list("abcdefgh"), "year": list(range(1950, 1990, 5)), "pay": VALUE[:8, 0]}
-    how = {"key": "year", "value": "pay"}
+    options = {"key": "year", "value": "pay"}
     path, where = tmp_path / "pay.qkv", "year > 1955"
-    memory = qkv.Database.from_columns(rows, **how)
+    memory = qkv.Database.from_columns(rows, **options)
     first = memory.ask(1971.0, where=where).to_dict()
-    with qkv.Database.from_columns(rows, **how, path=path) as disk:
+    with qkv.Database.from_columns(rows, **options, path=path) as disk:
         for D in memory, disk:
             D.extend([{"name": "i", "year": 1991, "pay": 3.0}])
             D.remove(1975)
         past = memory.at(1), disk.at(1)
         ways = [disk.ask, disk.at(disk.version).ask, memory.ask]
-        due = memory.ask(1971.0, where=where)
+        expected = memory.ask(1971.0, where=where)
         for change in (lambda: None, memory.compact, disk.compact):
             change()
             with ThreadPoolExecutor(2) as pool:
-                found = pool.map(lambda ask: ask(1971.0, where=where).to_dict(), ways * 8)
-                assert all(answer == due.to_dict() for answer in found)
-        assert disk.attend(1971.0, where=where) == pytest.approx(due.value)
+                actual = pool.map(lambda ask: ask(1971.0, where=where).to_dict(), ways * 8)
+                assert all(answer == expected.to_dict() for answer in actual)
+        assert disk.attend(1971.0, where=where) == pytest.approx(expected.value)
         assert [D.ask(1971.0, where=where).to_dict() for D in past] == [first] * 2
-    assert data("ask", path, "1971", "--where", where) == due.to_dict()
+    assert data("ask", path, "1971", "--where", where) == expected.to_dict()
 
 
 INF = float("inf")
@@ -177,7 +177,7 @@ def test_entry_points_agree_on_infinite_values(weighting, values, recwarn):
     key, value = np.array([[0.0], [0.5], [1.0]]), np.array(values)[:, None]
     made = qkv.Database(key, value)
     for query in np.array([[0.0], [0.4], [1.0]]):
-        asked = made.ask(query, score=score, weighting=weighting).value
+        answer = made.ask(query, score=score, weighting=weighting).value
         for out in (
             made.attend(query, score=score, weighting=weighting),
             qkv.attend(query[None], key, value, score=score, weighting=weighting)[0],
@@ -185,7 +185,7 @@ def test_entry_points_agree_on_infinite_values(weighting, values, recwarn):
                 query[None], key, value, score=score, weighting=weighting, engine="streaming"
             )[0],
         ):
-            np.testing.assert_array_equal(out, asked)
+            np.testing.assert_array_equal(out, answer)
     assert not recwarn.list
 
 
@@ -246,7 +246,7 @@ def test_a_column_is_as_many_queries(recwarn):
     assert not recwarn.list
 
 
-def test_ask_holds_what_float32_does_not_beside_a_key_that_is_met():
+def test_ask_computes_scores_above_float32_next_to_an_exact_match():
     D, asked = qkv.Database(KEY, VALUE), {"score": scores.Gaussian(1e-25), "weighting": "raw"}
     query = KEY[7].astype("f4").astype(float)
     np.testing.assert_allclose(D.ask(query, **asked).value, D.attend(query, **asked), rtol=1e-6)
@@ -267,11 +267,11 @@ def test_attend_holds_what_float32_does_not(asked):
     D, query = qkv.Database(KEY, VALUE), (KEY[7] + 0.01).astype("f4")
     want = D.ask(query, **asked).value
     with np.errstate(all="ignore"):
-        found = D.attend(query, **asked)
+        actual = D.attend(query, **asked)
         drawn = D.attend(torch.tensor(query), **asked)
         traced = D.attend(FRAMEWORKS["jax"].make_array(query, "float32"), **asked)
-    assert found.dtype == np.float32 and drawn.dtype == torch.float32
-    np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert actual.dtype == np.float32 and drawn.dtype == torch.float32
+    np.testing.assert_allclose(actual, want, rtol=1e-6)
     np.testing.assert_allclose(drawn, want, rtol=1e-6)
     np.testing.assert_allclose(traced, want, rtol=1e-6)
 
@@ -296,9 +296,9 @@ def test_questions_that_are_put_alike_are_answered_as_things_stand():
                 temperature: float = 1 / sharpness
 
             assert D.ask("Ma", weighting="put_alike").weighting == "PutAlike"
-            found = D.ask("Ma", weighting="put_alike").weights
+            actual = D.ask("Ma", weighting="put_alike").weights
             want = D.ask("Ma", weighting=weightings.Softmax(1 / sharpness)).weights
-            assert np.array_equal(found, want)
+            assert np.array_equal(actual, want)
     finally:
         weightings.NAMES.pop("put_alike", None)
 
@@ -360,10 +360,12 @@ def test_what_a_question_means_is_found_once_and_again_where_it_changes():
     meant = D._cached_executor
     assert D.ask(2.5, score="gaussian", top=2) == fresh.ask(2.5, score="gaussian", top=2)
     assert D._cached_executor is meant
-    for how in ({"top": 1}, {"score": "cosine"}, {"weighting": "hard"}, {"where": "key > 1"}):
-        assert D.ask(1.5, **how) == fresh.ask(1.5, **how) and D._cached_executor is not meant
-    for how in ({"top": True}, {"tolerance": -1}, {"confidence": 0.9}):
+    for options in ({"top": 1}, {"score": "cosine"}, {"weighting": "hard"}, {"where": "key > 1"}):
+        assert (
+            D.ask(1.5, **options) == fresh.ask(1.5, **options) and D._cached_executor is not meant
+        )
+    for options in ({"top": True}, {"tolerance": -1}, {"confidence": 0.9}):
         with pytest.raises(ArgumentError):
-            D.ask(1.5, score="gaussian", **{"top": 2} | how)
+            D.ask(1.5, score="gaussian", **{"top": 2} | options)
     D.add([(1.5, 7.0)])
     assert D.ask(1.5, score="gaussian", top=2).total == 4

@@ -44,10 +44,10 @@ def tensorflow(x):
 def test_array_query(form):
     D = Database(PAIRS)
     want = D.ask((100.0, 1.0))
-    found = D.ask(form([100.0, 1.0]))
-    assert found.value == pytest.approx(want.value, rel=1e-6)
-    assert found.query == (100.0, 1.0) and isinstance(found.query, tuple)
-    assert found.rows == want.rows and found.exact == want.exact
+    actual = D.ask(form([100.0, 1.0]))
+    assert actual.value == pytest.approx(want.value, rel=1e-6)
+    assert actual.query == (100.0, 1.0) and isinstance(actual.query, tuple)
+    assert actual.rows == want.rows and actual.exact == want.exact
     np.testing.assert_allclose(np.asarray(D.attend(form([100.0, 1.0]))), [want.value], rtol=1e-5)
     assert D[form([100.0, 1.0])] == 1.0 and form([100.0, 1.0]) in D
     assert D.ask(form([100.0, 1.0]), score="exact", weighting="normalized").value == 1.0
@@ -57,8 +57,8 @@ def test_array_query(form):
 def test_rows_of_an_array_are_keys(name):
     D, rows = Database(PAIRS), [(100.0, 1.0), (130.0, 4.0), (90.0, 2.0)]
     want = [answer.value for answer in D.ask(rows)]
-    found = D.ask(FORMS[name](rows))
-    assert [answer.value for answer in found] == pytest.approx(want, rel=1e-6)
+    actual = D.ask(FORMS[name](rows))
+    assert [answer.value for answer in actual] == pytest.approx(want, rel=1e-6)
     np.testing.assert_allclose(np.asarray(D.attend(FORMS[name](rows)))[:, 0], want, rtol=1e-5)
     square = D.ask(FORMS[name](rows[:2]))  # as many rows as columns: still a batch
     assert [answer.query for answer in square] == rows[:2]
@@ -163,19 +163,19 @@ TEXTS = {
 @pytest.mark.parametrize("form", [*TEXTS.values(), tensorflow], ids=[*TEXTS, "tensorflow"])
 def test_an_array_of_texts_is_a_list_of_queries(form):
     D, texts = Database(NAMES), ["aple", "peer"]
-    want, found = D.ask(texts), D.ask(form(texts))
-    assert [answer.value for answer in found] == [answer.value for answer in want]
-    assert [answer.query for answer in found] == texts
-    assert all(type(answer.query) is str for answer in found)
+    want, actual = D.ask(texts), D.ask(form(texts))
+    assert [answer.value for answer in actual] == [answer.value for answer in want]
+    assert [answer.query for answer in actual] == texts
+    assert all(type(answer.query) is str for answer in actual)
     np.testing.assert_array_equal(D.attend(form(texts)), D.attend(texts))
 
 
 @pytest.mark.parametrize("form", [np.array, np.str_, lambda x: np.array(x, object)])
 def test_one_text_of_numpy_is_one_query(form):
     D = Database(NAMES)
-    found = D.ask(form("aple"))
-    assert (found.query, found.value) == ("aple", D.ask("aple").value)
-    assert type(found.query) is str
+    result = D.ask(form("aple"))
+    assert (result.query, result.value) == ("aple", D.ask("aple").value)
+    assert type(result.query) is str
     assert D[form("apple")] == 1.0 and form("apple") in D
     np.testing.assert_array_equal(D.attend(form("aple")), D.attend("aple"))
 

@@ -141,17 +141,17 @@ def test_lookup_is_a_dict(start: int) -> None:
             every.setdefault(key, []).append(value)
         for query in [*case.queries, *case.keys]:
             forms = ONE[case.kind]
-            asked = forms[int(rng.integers(len(forms)))](query)
-            if case.kind == "dates" and isinstance(asked, str):
-                asked = query  # a look-up takes no text for a date
-            assert (asked in D) is (query in oracle), (case, asked)
-            assert D.get(asked, "none") == oracle.get(query, "none"), (case, asked)
-            assert D.get_all(asked) == every.get(query, []), (case, asked)
+            form = forms[int(rng.integers(len(forms)))](query)
+            if case.kind == "dates" and isinstance(form, str):
+                form = query  # a look-up takes no text for a date
+            assert (form in D) is (query in oracle), (case, form)
+            assert D.get(form, "none") == oracle.get(query, "none"), (case, form)
+            assert D.get_all(form) == every.get(query, []), (case, form)
             if query in oracle:
-                assert D[asked] == oracle[query]
+                assert D[form] == oracle[query]
             else:
                 with pytest.raises(KeyError):
-                    D[asked]
+                    D[form]
 
 
 @pytest.mark.parametrize("start", cases())
@@ -164,9 +164,11 @@ def test_ask_and_attend_are_the_equation(start: int) -> None:
         single = one[int(rng.integers(len(one)))](case.queries[0])
         batch = several[int(rng.integers(len(several)))](case.queries)
         near: dict[str, float] = {"rtol": 1e-4, "atol": 1e-2}
-        found = D.ask(single)
-        np.testing.assert_allclose(found.weights, alpha[0], atol=1e-4, err_msg=repr((case, single)))
-        np.testing.assert_allclose(found.value, values[0], **near)
+        result = D.ask(single)
+        np.testing.assert_allclose(
+            result.weights, alpha[0], atol=1e-4, err_msg=repr((case, single))
+        )
+        np.testing.assert_allclose(result.value, values[0], **near)
         np.testing.assert_allclose(np.asarray(D.attend(single)), values[:1], **near)
         answers = D.ask(batch)
         assert len(answers) == len(case.queries), (case, batch)

@@ -17,7 +17,7 @@ def test_rows_are_ranked_by_the_size_of_their_weight_and_then_by_their_place(top
     query = np.array([3.0, 1.0], np.float32)
     weights = keys @ query
     database = qkv.Database(keys, np.arange(float(len(keys))))
-    found = database.ask(query, score="dot", weighting="raw", top=top)
+    actual = database.ask(query, score="dot", weighting="raw", top=top)
     want = np.argsort(-np.abs(weights), kind="stable")[:top]
-    assert [row.index for row in found.rows] == want.tolist()
-    np.testing.assert_allclose([row.weight for row in found.rows], weights[want])
+    assert [row.index for row in actual.rows] == want.tolist()
+    np.testing.assert_allclose([row.weight for row in actual.rows], weights[want])

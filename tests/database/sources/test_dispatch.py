@@ -34,7 +34,7 @@ def write(folder: Path, name: str, data: str | bytes) -> Path:
     return path
 
 
-def refused(source: Any, **options: Any) -> SourceError:
+def catch_source_error(source: Any, **options: Any) -> SourceError:
     with pytest.raises(SourceError) as caught:
         read(source, **options)
     assert isinstance(caught.value, QkvError) and isinstance(caught.value, ValueError)
@@ -67,8 +67,8 @@ def test_csv_has_types_by_column(tmp_path):
 def test_decimal_commas_do_not_part_cells_where_semicolons_do(tmp_path):
     path = tmp_path / "cities.csv"
     path.write_text("Berlin;3,6;1,5\nParis;2,1;0,5\n")
-    found = sources.read(path, names=["city", "people", "rank"]).columns
-    assert found == {"city": ["Berlin", "Paris"], "people": [3.6, 2.1], "rank": [1.5, 0.5]}
+    result = sources.read(path, names=["city", "people", "rank"]).columns
+    assert result == {"city": ["Berlin", "Paris"], "people": [3.6, 2.1], "rank": [1.5, 0.5]}
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
@@ -118,7 +118,7 @@ def test_a_comma_that_may_part_thousands_is_reported(tmp_path):
     assert columns(tmp_path, "t.csv", "a;b\n0,5;1,234\n1,5;20,345\n")["b"] == [1.234, 20.345]
 
 
-def test_commas_that_part_thousands_beside_a_point(tmp_path):
+def test_commas_separate_thousands_if_a_decimal_point_follows(tmp_path):
     text = """city,sales,people,code,list
     A,"1,234.50","1,086",007,"1,2"
     B,99.5,336,"1,000","100,200"
@@ -134,16 +134,16 @@ def test_commas_that_part_thousands_beside_a_point(tmp_path):
     with pytest.warns(
         MixedColumnWarning, match="'b' is read as text: '12,000' may be 12000 or a list"
     ):
-        found = columns(tmp_path, "t.csv", 'a,b\nx,"12,000"\ny,7\n')
-    assert found["b"] == ["12,000", "7"]
+        result = columns(tmp_path, "t.csv", 'a,b\nx,"12,000"\ny,7\n')
+    assert result["b"] == ["12,000", "7"]
 
 
 @pytest.mark.parametrize("text", ["a;b\n0,5;1.086\n", 'a,b\n"1,234.5","1,086"\n'])
 def test_a_column_that_stays_text_keeps_its_marks(tmp_path, text):
     (tmp_path / "t.csv").write_text(text)
-    found = sources.read(tmp_path / "t.csv", text=["b"]).columns
-    assert found["b"] == [text.splitlines()[1].replace('"', "")[-5:]]
-    assert found["a"] in ([0.5], [1234.5])
+    result = sources.read(tmp_path / "t.csv", text=["b"]).columns
+    assert result["b"] == [text.splitlines()[1].replace('"', "")[-5:]]
+    assert result["a"] in ([0.5], [1234.5])
 
 
 def test_decimal_commas_of_many_files(tmp_path):
@@ -167,9 +167,9 @@ def test_decimal_commas_of_many_files(tmp_path):
 def test_a_first_line_of_numbers_above_numbers_is_reported(tmp_path, text, names):
     path = write(tmp_path, "t.csv", text)
     message = "line 1 looks like a row, not like column names: .* names="
-    with pytest.warns(NoHeaderWarning, match=message) as found:
+    with pytest.warns(NoHeaderWarning, match=message) as result:
         assert len(read(path)) == 1
-    assert [x.filename for x in found] == [__file__]  # the line that called
+    assert [x.filename for x in result] == [__file__]  # the line that called
     assert len(read(path, names=list(names))) == 2
 
 
@@ -198,12 +198,12 @@ def test_names_for_a_table_without_any(tmp_path):
     write(tmp_path, "u.csv", "Rome,2\n")
     both = read(str(tmp_path / "*.csv"), names=("city", "people"))
     assert both.columns["people"] == [3.6, 2.1, 2.0]
-    says = refused(path, names=["city"])
+    says = catch_source_error(path, names=["city"])
     assert "line 1: this line has 2 cells, but names= has 1" in str(says)
-    assert "are all named 'a'" in str(refused(path, names=["a", "a"]))
+    assert "are all named 'a'" in str(catch_source_error(path, names=["a", "a"]))
     headed = write(tmp_path, "v.csv", "city,people\nRome,2\n")
     assert "line 1: this line contains the same names already" in str(
-        refused(headed, names=["city", "people"])
+        catch_source_error(headed, names=["city", "people"])
     )
     with pytest.raises(DtypeError, match="names must be a list of names"):
         read(path, names="city,people")  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_names_for_a_table_without_any(tmp_path):
     with pytest.raises(CombinationError, match="has column names: leave names= out"):
         read(lines, names=["a"])
     twice = write(tmp_path, "iris.csv", "5.1,3.5,3.5,setosa\n4.9,3.0,1.4,setosa\n")
-    assert "if this is a row, give names=" in str(refused(twice))
+    assert "if this is a row, give names=" in str(catch_source_error(twice))
 
 
 def test_one_column_needs_no_delimiter(tmp_path):
@@ -236,10 +236,14 @@ def test_columns_without_a_name_that_say_nothing_are_left_out(tmp_path):
     by_pandas = ",a,b\n0,x,1\n1,y,2\n"
     assert columns(tmp_path, "t.csv", by_pandas) == {"a": ["x", "y"], "b": [1, 2]}
     assert columns(tmp_path, "t.csv", "a, ,b,\nx,,1,\ny, ,2,\n") == {"a": ["x", "y"], "b": [1, 2]}
-    assert "column 1 of 2 has no name" in str(refused(write(tmp_path, "t.csv", ",a\n0,x\n2,y\n")))
-    assert "column 2 of 2 has no name" in str(refused(write(tmp_path, "t.csv", "a,\nx,0\ny,1\n")))
-    assert "no columns" in str(refused(write(tmp_path, "t.csv", ",\n,\n")))
-    assert "no rows" in str(refused(write(tmp_path, "t.csv", "a,\n")))
+    assert "column 1 of 2 has no name" in str(
+        catch_source_error(write(tmp_path, "t.csv", ",a\n0,x\n2,y\n"))
+    )
+    assert "column 2 of 2 has no name" in str(
+        catch_source_error(write(tmp_path, "t.csv", "a,\nx,0\ny,1\n"))
+    )
+    assert "no columns" in str(catch_source_error(write(tmp_path, "t.csv", ",\n,\n")))
+    assert "no rows" in str(catch_source_error(write(tmp_path, "t.csv", "a,\n")))
 
 
 def test_tsv_keeps_commas(tmp_path):
@@ -250,7 +254,7 @@ def test_csv_on_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a;b\n1;2\n")))
     assert read("-") == Table("stdin", {"a": [1], "b": [2]})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x1f\x8b\x08")))
-    assert "gzip" in str(refused("-"))
+    assert "gzip" in str(catch_source_error("-"))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_csv_on_standard_input(monkeypatch):
     ],
 )
 def test_broken_csv_is_placed(tmp_path, text, line, column, says):
-    error = refused(write(tmp_path, "t.csv", text))
+    error = catch_source_error(write(tmp_path, "t.csv", text))
     assert (error.line, error.column) == (line, column)
     assert says in str(error)
     assert str(error).startswith(str(tmp_path / "t.csv"))
@@ -281,28 +285,30 @@ def test_broken_csv_is_placed(tmp_path, text, line, column, says):
 
 
 def test_ragged_rows_are_found_in_a_later_batch(tmp_path):
-    error = refused(write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000 + "1,2,3\n" + "1,2\n" * 9))
+    error = catch_source_error(
+        write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000 + "1,2,3\n" + "1,2\n" * 9)
+    )
     assert (error.line, error.column) == (40_002, 5)
 
 
 @pytest.mark.parametrize("before", ["café\n", ""])
 def test_wrong_encoding_names_byte_and_place(tmp_path, before):
     data = b"a,b\n" + before.encode() + b"1,caf\xe9\n"
-    error = refused(write(tmp_path, "t.csv", data))
+    error = catch_source_error(write(tmp_path, "t.csv", data))
     assert (error.line, error.column) == (3 if before else 2, 6)
     assert "0xe9" in str(error) and "iconv" in str(error)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 def test_other_unicode_is_named(tmp_path, encoding):
-    error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode(encoding)))
+    error = catch_source_error(write(tmp_path, "t.csv", "a,b\n1,2\n".encode(encoding)))
     assert f"iconv -f {encoding.upper()}" in str(error)
 
 
 def test_utf16_without_mark_is_suspected(tmp_path):
-    error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode("utf-16-le")))
+    error = catch_source_error(write(tmp_path, "t.csv", "a,b\n1,2\n".encode("utf-16-le")))
     assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
-    error = refused(write(tmp_path, "t.csv", "a,b\n1,é\n".encode("utf-16-le")))
+    error = catch_source_error(write(tmp_path, "t.csv", "a,b\n1,é\n".encode("utf-16-le")))
     assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
 
 
@@ -310,24 +316,26 @@ def test_utf16_without_mark_is_suspected(tmp_path):
 def test_huge_fields(tmp_path, quote):
     text = f"a,b\n1,{quote}{'x' * (16 * 2**20)}{quote}\n"
     assert len(columns(tmp_path, "t.csv", text)["b"][0]) == 16 * 2**20
-    error = refused(write(tmp_path, "t.csv", f"a,b\n1,{quote}{'x' * (16 * 2**20 + 1)}{quote}\n"))
+    error = catch_source_error(
+        write(tmp_path, "t.csv", f"a,b\n1,{quote}{'x' * (16 * 2**20 + 1)}{quote}\n")
+    )
     assert (error.line, error.column) == (2, 3) and "16,777,216" in str(error)
 
 
 def test_the_limit_of_csv_is_put_back(tmp_path):
     before = csv.field_size_limit()
     write(tmp_path, "t.csv", "a,b\n" + f"{'x' * 200_000},1\n" * 20)
-    found: list[int] = []
+    result: list[int] = []
 
     def work() -> None:
-        found.extend(len(read(tmp_path / "t.csv")) for _ in range(3))
+        result.extend(len(read(tmp_path / "t.csv")) for _ in range(3))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [20] * 12
+    assert result == [20] * 12
     assert csv.field_size_limit() == before
 
 
@@ -359,9 +367,9 @@ def test_the_limit_of_csv_is_put_back(tmp_path):
     ],
 )
 def test_numbers(cells, expected):
-    found = parse_numbers(cells)
-    np.testing.assert_equal(found, expected)
-    assert [type(x) for x in found] == [type(x) for x in expected]
+    actual = parse_numbers(cells)
+    np.testing.assert_equal(actual, expected)
+    assert [type(x) for x in actual] == [type(x) for x in expected]
 
 
 @pytest.mark.parametrize(
@@ -418,8 +426,8 @@ def test_a_word_that_is_no_missing_cell_has_a_way_out(tmp_path):
 
 @pytest.mark.parametrize("nan", ["nan", "NaN"])
 def test_nan_that_is_not_missing_is_a_number_among_numbers(nan):
-    found = parse_numbers(["1.50", nan, "", "2.25"], missing=())
-    assert found[0] == 1.5 and math.isnan(found[1]) and found[2:] == [None, 2.25]
+    result = parse_numbers(["1.50", nan, "", "2.25"], missing=())
+    assert result[0] == 1.5 and math.isnan(result[1]) and result[2:] == [None, 2.25]
     assert parse_numbers([nan, nan], missing=()) == [nan, nan]
     assert parse_numbers([nan, "x"], missing=()) == [nan, "x"]
 
@@ -444,8 +452,8 @@ def test_json_array(tmp_path):
 
 
 def test_json_not_a_number(tmp_path):
-    found = columns(tmp_path, "t.jsonl", '{"a": NaN}\n{"a": -Infinity}')["a"]
-    assert math.isnan(found[0]) and found[1] == -math.inf
+    result = columns(tmp_path, "t.jsonl", '{"a": NaN}\n{"a": -Infinity}')["a"]
+    assert math.isnan(result[0]) and result[1] == -math.inf
 
 
 @pytest.mark.parametrize(
@@ -472,19 +480,21 @@ def test_json_not_a_number(tmp_path):
     ],
 )
 def test_broken_json_is_placed(tmp_path, text, line, column, says):
-    error = refused(write(tmp_path, "t.jsonl", text))
+    error = catch_source_error(write(tmp_path, "t.jsonl", text))
     assert (error.line, error.column) == (line, column)
     assert says in str(error)
 
 
 def test_names_that_are_data_do_not_fill_the_memory(tmp_path):
     text = "\n".join(json.dumps({f"id{i}": i}) for i in range(5000))
-    error = refused(write(tmp_path, "t.jsonl", text))
+    error = catch_source_error(write(tmp_path, "t.jsonl", text))
     assert error.line == 4097 and "4,096" in str(error)
 
 
 def test_huge_json_field(tmp_path):
-    error = refused(write(tmp_path, "t.jsonl", json.dumps({"a": "x" * (16 * 2**20 + 1)})))
+    error = catch_source_error(
+        write(tmp_path, "t.jsonl", json.dumps({"a": "x" * (16 * 2**20 + 1)}))
+    )
     assert "row 1 of column 'a'" in str(error)
 
 
@@ -556,11 +566,11 @@ def test_arrow_formats_keep_values(tmp_path, ending):
     with pytest.warns(
         MixedColumnWarning, match="'exact' is read as text: 1 of its 2 cells have more digits"
     ):
-        found = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
-    assert found.name == "t"
-    numbers = found.columns.pop("float")
+        result = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
+    assert result.name == "t"
+    numbers = result.columns.pop("float")
     assert numbers[0] == 0.5 and math.isnan(numbers[1])
-    assert found.columns == ARROW
+    assert result.columns == ARROW
 
 
 def test_parquet_takes_no_columns_from_its_folder(tmp_path):
@@ -575,7 +585,7 @@ def test_truncated_arrow_formats(tmp_path, ending):
     pa = pytest.importorskip("pyarrow")
     path = write_arrow(tmp_path / f"t.{ending}", pa.table({"a": list(range(1000))}))
     path.write_bytes(path.read_bytes()[:700])
-    error = refused(path)
+    error = catch_source_error(path)
     assert "again" in str(error) and error.file == str(path)
 
 
@@ -596,9 +606,9 @@ def test_a_date_that_python_has_not_is_reported_with_its_column(tmp_path, kind):
 def test_parquet_without_rows_or_with_double_names(tmp_path):
     pa = pytest.importorskip("pyarrow")
     empty = pa.table({"a": pa.array([], pa.int64())})
-    assert "no rows" in str(refused(write_arrow(tmp_path / "t.arrow", empty)))
+    assert "no rows" in str(catch_source_error(write_arrow(tmp_path / "t.arrow", empty)))
     double = pa.table([[1], [2]], names=["a", "a"])
-    assert "all named 'a'" in str(refused(write_arrow(tmp_path / "t.arrow", double)))
+    assert "all named 'a'" in str(catch_source_error(write_arrow(tmp_path / "t.arrow", double)))
 
 
 def test_missing_pyarrow_says_what_to_install(tmp_path, monkeypatch):
@@ -647,17 +657,19 @@ def test_sqlite_addresses(tmp_path, monkeypatch):
         read("sqlite:///my shop.db?table=books", table="other")
     with pytest.raises(CombinationError, match="pass only one of them"):
         read(query, table="books")
-    assert "three slashes" in str(refused("sqlite://shop.db"))
-    assert "no such file: did you mean 'my shop.db'?" in str(refused("sqlite:///my shp.db"))
+    assert "three slashes" in str(catch_source_error("sqlite://shop.db"))
+    assert "no such file: did you mean 'my shop.db'?" in str(
+        catch_source_error("sqlite:///my shp.db")
+    )
 
 
 def test_sqlite_tables_are_listed(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS + "create table magazines (a);")
-    assert "2 tables (books, magazines): choose one" in str(refused(path))
-    assert "did you mean 'books'?" in str(refused(path, table="boks"))
-    assert "no rows" in str(refused(path, table="magazines"))
+    assert "2 tables (books, magazines): choose one" in str(catch_source_error(path))
+    assert "did you mean 'books'?" in str(catch_source_error(path, table="boks"))
+    assert "no rows" in str(catch_source_error(path, table="magazines"))
     empty = write_sqlite(tmp_path / "e.db", "create table a (b); drop table a;")
-    assert "no tables" in str(refused(empty))
+    assert "no tables" in str(catch_source_error(empty))
 
 
 def test_sqlite_names_are_quoted(tmp_path):
@@ -669,10 +681,10 @@ def test_sqlite_names_are_quoted(tmp_path):
 def test_sqlite_is_only_read(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS)
     before = path.read_bytes()
-    assert "readonly" in str(refused(f"sqlite:///{path}?query=delete from books"))
-    assert "syntax error" in str(refused(f"sqlite:///{path}?query=selekt"))
+    assert "readonly" in str(catch_source_error(f"sqlite:///{path}?query=delete from books"))
+    assert "syntax error" in str(catch_source_error(f"sqlite:///{path}?query=selekt"))
     assert "all named 'year'" in str(
-        refused(f"sqlite:///{path}?query=select year, year from books")
+        catch_source_error(f"sqlite:///{path}?query=select year, year from books")
     )
     assert path.read_bytes() == before
 
@@ -680,11 +692,11 @@ def test_sqlite_is_only_read(tmp_path):
 def test_damaged_sqlite(tmp_path):
     path = write_sqlite(tmp_path / "t.db", BOOKS)
     path.write_bytes(path.read_bytes()[:100])
-    assert "SQLite cannot read the file" in str(refused(path))
+    assert "SQLite cannot read the file" in str(catch_source_error(path))
     path = write_sqlite(tmp_path / "u.db", "create table a (b); insert into a values "
                         "(cast(x'ff41' as text));")  # fmt: skip
-    assert "UTF-8" in str(refused(path))
-    assert "not SQLite" in str(refused(write(tmp_path, "v.db", "a,b\n1,2\n")))
+    assert "UTF-8" in str(catch_source_error(path))
+    assert "not SQLite" in str(catch_source_error(write(tmp_path, "v.db", "a,b\n1,2\n")))
 
 
 # Frames
@@ -740,19 +752,19 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
     days = [datetime.datetime(2023, 12, 31), datetime.datetime(2024, 2, 10), None]
     frame = pd.DataFrame({"day": pd.to_datetime(days), "price": [1.0, 3.0, 4.0]})
     frame.to_parquet(tmp_path / "t.parquet")
-    asked, how = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
+    query, options = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
     with pytest.warns(SkippedRowsWarning):
         made = [
-            Database.from_frame(frame, **how),
-            Database.from_columns(frame.to_dict("list"), **how),
+            Database.from_frame(frame, **options),
+            Database.from_columns(frame.to_dict("list"), **options),
         ]
-        made.append(Database.from_source(tmp_path / "t.parquet", **how))
+        made.append(Database.from_source(tmp_path / "t.parquet", **options))
     for D in made:
         assert list(D) == days[:2] and D[days[0]] == 1.0
         # One day off, not the year that no letter has in common.
-        assert D.ask(asked).rows[0].key == days[0]
-        assert D.ask(asked).weights.tolist() == D.ask("2024-01-01").weights.tolist()
-        assert D.ask(asked).weights.tolist() == made[0].ask(asked).weights.tolist()
+        assert D.ask(query).rows[0].key == days[0]
+        assert D.ask(query).weights.tolist() == D.ask("2024-01-01").weights.tolist()
+        assert D.ask(query).weights.tolist() == made[0].ask(query).weights.tolist()
     assert made[0].to_frame().equals(frame[:2])
 
 
@@ -760,9 +772,9 @@ def test_days_of_a_frame_are_compared_as_days(tmp_path):
 def test_nanoseconds_of_pandas_make_a_column_text(finer):
     pd = pytest.importorskip("pandas")
     times = [pd.Timestamp(10**9 + finer), pd.NaT, pd.Timestamp(2 * 10**9)]
-    found = from_frame(pd.DataFrame({"when": times})).columns["when"]
+    result = from_frame(pd.DataFrame({"when": times})).columns["when"]
     text = ["1970-01-01T00:00:01.000000001", None, "1970-01-01T00:00:02"]
-    assert found == (
+    assert result == (
         text
         if finer
         else [datetime.datetime(1970, 1, 1, 0, 0, n) if n else None for n in (1, 0, 2)]
@@ -797,11 +809,11 @@ def test_cells_are_plain():
     values = [np.int64(3), np.float32(0.5), np.bool_(True), np.str_("x"), np.datetime64("2020-01"),
               np.datetime64("NaT"), bytearray(b"x"), datetime.time(1, 2), (1, (2,)),
               {"a": np.arange(2)}, Decimal("NaN"), Decimal("1e400")]  # fmt: skip
-    found = [to_plain_cell(value) for value in values]
-    assert math.isnan(found.pop(-2))
-    assert found == [3, 0.5, True, "x", "2020-01", None, b"x", "01:02:00", [1, [2]],
+    result = [to_plain_cell(value) for value in values]
+    assert math.isnan(result.pop(-2))
+    assert result == [3, 0.5, True, "x", "2020-01", None, b"x", "01:02:00", [1, [2]],
                      {"a": [0, 1]}, "1E+400"]  # fmt: skip
-    assert {type(x) for x in found} <= {int, float, bool, str, type(None), bytes, list, dict}
+    assert {type(x) for x in result} <= {int, float, bool, str, type(None), bytes, list, dict}
     for bad in (object(), {1: 2}, {1, 2}, 1j, np.longdouble(1)):
         with pytest.raises(TypeError):
             to_plain_cell(bad)
@@ -823,23 +835,23 @@ def test_cells_are_plain():
 )
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "t.db", "t"])
 def test_strangers_are_known_by_their_first_bytes(tmp_path, magic, says, name):
-    assert says in str(refused(write(tmp_path, name, magic)))
+    assert says in str(catch_source_error(write(tmp_path, name, magic)))
 
 
 @pytest.mark.parametrize(
     ("ending", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
 )
 def test_text_may_be_packed(tmp_path, ending, pack):
-    found = read(write(tmp_path, f"t.csv.{ending}", pack(b"a,b\n1,x\n2,y\n")))
-    assert (found.name, found.columns) == ("t", {"a": [1, 2], "b": ["x", "y"]})
+    result = read(write(tmp_path, f"t.csv.{ending}", pack(b"a,b\n1,x\n2,y\n")))
+    assert (result.name, result.columns) == ("t", {"a": [1, 2], "b": ["x", "y"]})
     path = write(tmp_path, f"t.jsonl.{ending}", pack(b'{"a": 1}\n{"a": 2}\n'))
     assert read(path).columns == {"a": [1, 2]}
     bad = write(tmp_path, f"cut.csv.{ending}", path.read_bytes()[:-5])
-    assert "cannot be decompressed" in str(refused(bad))
-    assert "is empty" in str(refused(write(tmp_path, f"none.csv.{ending}", pack(b""))))
+    assert "cannot be decompressed" in str(catch_source_error(bad))
+    assert "is empty" in str(catch_source_error(write(tmp_path, f"none.csv.{ending}", pack(b""))))
     packed = write(tmp_path, f"t.parquet.{ending}", pack(b"PAR1 PAR1"))
-    assert "Parquet in a compressed file: decompress it first" in str(refused(packed))
-    assert f"rename it to .{ending}" in str(refused(path.rename(tmp_path / "t.csv")))
+    assert "Parquet in a compressed file: decompress it first" in str(catch_source_error(packed))
+    assert f"rename it to .{ending}" in str(catch_source_error(path.rename(tmp_path / "t.csv")))
 
 
 def test_first_bytes_win_over_the_ending(tmp_path):
@@ -853,12 +865,12 @@ def test_unknown_ending_is_sniffed(tmp_path):
     assert columns(tmp_path, "t", ' [{"a": 1}]') == {"a": [1]}
     assert columns(tmp_path, "t.log", '{"a": 1}\n{"a": 2}') == {"a": [1, 2]}
     for data in (b"just words", bytes(range(1, 256)), b"a,b\n1\n"):
-        assert ".ndjson" in str(refused(write(tmp_path, "t.data", data)))
+        assert ".ndjson" in str(catch_source_error(write(tmp_path, "t.data", data)))
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json", "t.parquet", "t.arrow", "t.db", "t"])
 def test_empty_files(tmp_path, name):
-    assert "empty" in str(refused(write(tmp_path, name, b"")))
+    assert "empty" in str(catch_source_error(write(tmp_path, name, b"")))
 
 
 def test_a_pattern_is_all_files_that_fit(tmp_path):
@@ -868,36 +880,36 @@ def test_a_pattern_is_all_files_that_fit(tmp_path):
     write(tmp_path, "d.jsonl", '{"id": 4}\n')
     (tmp_path / "e.csv").mkdir()
     seen: list[tuple[int, int | None]] = []
-    found = read(f"{tmp_path}/*.csv", progress=lambda *at: seen.append(at))
-    assert found.columns == {"id": ["1", "2", "1", "007"], "x": [None, None, 2.5, None]}
+    result = read(f"{tmp_path}/*.csv", progress=lambda *at: seen.append(at))
+    assert result.columns == {"id": ["1", "2", "1", "007"], "x": [None, None, 2.5, None]}
     assert seen == [(1, 2), (2, 2)]
     assert read(f"{tmp_path}/[ac].?sv").columns == {"id": [1, 2, 3], "y": [None] * 3}
     assert read(f"{tmp_path}/[ad].*").columns == {"id": [1, 2, 4]}
-    assert "no file matches" in str(refused(f"{tmp_path}/*.parquet"))
+    assert "no file matches" in str(catch_source_error(f"{tmp_path}/*.parquet"))
     for name in "ab":
         write(tmp_path, f"{name}.csv.gz", gzip.compress((tmp_path / f"{name}.csv").read_bytes()))
-    assert read(f"{tmp_path}/*.gz").columns == found.columns
+    assert read(f"{tmp_path}/*.gz").columns == result.columns
     write(tmp_path, "f.csv", "id,x\n1\n")
-    assert str(refused(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
+    assert str(catch_source_error(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
     assert read(write(tmp_path, "[a].csv", "id\n9\n")).columns == {"id": [9]}
 
 
 def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     write(tmp_path, "books.csv", "a\n1\n")
-    assert "did you mean 'books.csv'?" in str(refused(tmp_path / "book.csv"))
-    assert "check the name" in str(refused(tmp_path / "zzz.parquet"))
-    assert "there is no folder" in str(refused(tmp_path / "no" / "books.csv"))
-    assert "there is no folder" in str(refused(tmp_path / "books.csv" / "x"))
-    assert "qkv.open" in str(refused(tmp_path))
-    assert "cannot be opened" in str(refused(tmp_path / ("x" * 5000)))
-    assert "cannot be opened" in str(refused("a\0b.csv"))
-    assert "the name of the source is empty" in str(refused(" "))
+    assert "did you mean 'books.csv'?" in str(catch_source_error(tmp_path / "book.csv"))
+    assert "check the name" in str(catch_source_error(tmp_path / "zzz.parquet"))
+    assert "there is no folder" in str(catch_source_error(tmp_path / "no" / "books.csv"))
+    assert "there is no folder" in str(catch_source_error(tmp_path / "books.csv" / "x"))
+    assert "qkv.open" in str(catch_source_error(tmp_path))
+    assert "cannot be opened" in str(catch_source_error(tmp_path / ("x" * 5000)))
+    assert "cannot be opened" in str(catch_source_error("a\0b.csv"))
+    assert "the name of the source is empty" in str(catch_source_error(" "))
 
     def deny(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", deny)
-    assert "chmod" in str(refused(tmp_path / "books.csv"))
+    assert "chmod" in str(catch_source_error(tmp_path / "books.csv"))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
@@ -909,7 +921,7 @@ def test_a_pipe_is_read_once(tmp_path, name):
     writer = threading.Thread(target=path.write_bytes, args=(data,))
     writer.start()
     if name.endswith("parquet"):
-        assert "save it to a file first" in str(refused(path))
+        assert "save it to a file first" in str(catch_source_error(path))
     else:
         assert read(path).columns == {"a": [1] * 100_000, "b": [2] * 100_000}
     writer.join()
@@ -920,8 +932,8 @@ def test_sources_that_are_no_source(tmp_path):
         read(5)  # type: ignore[arg-type]
     with pytest.raises(CombinationError, match="table='x'"):
         read(write(tmp_path, "t.csv", "a\n1\n"), table="x")
-    assert "download" in str(refused("https://example.org/books.csv"))
-    assert "qkv reads files" in str(refused("mysql://host/shop"))
+    assert "download" in str(catch_source_error("https://example.org/books.csv"))
+    assert "qkv reads files" in str(catch_source_error("mysql://host/shop"))
     assert read(f"file://{tmp_path}/t.csv").columns == {"a": [1]}
 
 
@@ -1101,8 +1113,8 @@ def test_lists_of_floats_that_have_one_length_are_vectors(tmp_path: Path, make, 
     tables = [from_frame(make(LISTS))]
     if make is not _pandas_lists and make is not _polars_lists:
         tables.append(read(write_arrow(tmp_path / "t.parquet", make(LISTS))))
-    for found in tables:
-        cells = found.columns["x"]
+    for result in tables:
+        cells = result.columns["x"]
         assert cells[1] is None and [x.dtype for x in cells[::2]] == [dtype] * 2
         assert np.array_equal(cells[::2], LISTS[::2])
     for other in ([[1.0], [1.0, 2.0]], [[], []], [[1.0, None], [1.0, 2.0]], [None, None]):
@@ -1122,9 +1134,9 @@ def test_dates_of_sqlite_are_those_of_columns_that_are_declared_so(tmp_path: Pat
         create view seen as select day, name from "my t";""",
     )
     day, noon = datetime.date(2024, 1, 31), datetime.datetime(2024, 1, 31, 12)
-    found = read(path, table="my t").columns
-    assert found["day"] == [day, None] and found["at"] == [noon, None]
-    assert found["stamp"] == [noon.replace(microsecond=500000), None]
-    assert found["name"] == ["2024-01-31", None] and found["odd"] == ["soon", "2024-01-31"]
-    assert found["mixed"] == ["2024-01-31", 1706659200]
+    result = read(path, table="my t").columns
+    assert result["day"] == [day, None] and result["at"] == [noon, None]
+    assert result["stamp"] == [noon.replace(microsecond=500000), None]
+    assert result["name"] == ["2024-01-31", None] and result["odd"] == ["soon", "2024-01-31"]
+    assert result["mixed"] == ["2024-01-31", 1706659200]
     assert read(path, table="seen").columns == {"day": [day, None], "name": ["2024-01-31", None]}

@@ -92,7 +92,7 @@ def grids(draw: Any) -> list[list[str]]:
     return [names, *map(list, rows)]
 
 
-def says(text: str, cell: Any) -> bool:
+def matches_text(text: str, cell: Any) -> bool:
     """Whether a cell is what its text says: the same text, its number, or missing."""
     if cell is None:
         return text.strip() in ("", *MISSING_WORDS)
@@ -120,14 +120,16 @@ def test_what_csv_writes_comes_back(tmp_path, grid, end, mark, quote):
         return
     assert list(table.columns) == grid[0]
     for place, column in enumerate(table.columns.values()):
-        assert all(says(row[place], cell) for row, cell in zip(grid[1:], column, strict=True))
+        assert all(
+            matches_text(row[place], cell) for row, cell in zip(grid[1:], column, strict=True)
+        )
 
 
 @bounded
 @given(st.lists(cells, min_size=1, max_size=6))
 def test_numbers_are_what_their_text_says(column):
-    found = parse_numbers(column)
-    assert all(says(text, cell) for text, cell in zip(column, found, strict=True))
+    result = parse_numbers(column)
+    assert all(matches_text(text, cell) for text, cell in zip(column, result, strict=True))
 
 
 def seeds(folder: Path) -> dict[str, bytes]:
@@ -180,13 +182,13 @@ edits = st.lists(
 
 
 def mutate(data: bytes, changes: list[tuple[float, int, str]]) -> bytes:
-    for share, byte, how in changes:
+    for share, byte, operation in changes:
         at = int(share * len(data))
-        if how == "set":
+        if operation == "set":
             data = data[:at] + bytes([byte]) + data[at + 1 :]
-        elif how == "cut":
+        elif operation == "cut":
             data = data[:at] + data[at + byte :]
-        elif how == "add":
+        elif operation == "add":
             data = data[:at] + bytes([byte]) + data[at:]
         elif byte > 200:
             data = data[:at]

@@ -71,9 +71,9 @@ def test_rows_are_read_alike(tmp_path, monkeypatch, what):
     path.write_bytes(text.encode())
     listed = text.startswith("[")
     assert (json._read_with_orjson(path.read_bytes(), listed, None) is not None) == sure
-    found = outcome(path)
+    result = outcome(path)
     monkeypatch.setattr(json, "_read_with_orjson", lambda *_: None)
-    assert found == outcome(path)
+    assert result == outcome(path)
 
 
 def test_too_many_names_are_left_to_the_reader_that_tells(monkeypatch):
@@ -87,9 +87,9 @@ def test_batches_are_one_table(tmp_path, monkeypatch):
     monkeypatch.setattr(json, "_ROWS_PER_BATCH", 3)
     path, seen = tmp_path / "t.jsonl", []
     path.write_text("".join(f'{{"a": {i}, "b{i // 5}": "x"}}\n' for i in range(10)))
-    found = read(path, progress=lambda done, total: seen.append(done / total)).columns
-    assert found["a"] == [*range(10)]
-    assert found["b1"] == [None] * 5 + ["x"] * 5
+    result = read(path, progress=lambda done, total: seen.append(done / total)).columns
+    assert result["a"] == [*range(10)]
+    assert result["b1"] == [None] * 5 + ["x"] * 5
     assert seen == sorted(seen) and seen[-1] == 1
 
 

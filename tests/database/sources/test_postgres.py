@@ -12,7 +12,7 @@ from qkv.database.errors import MixedColumnWarning
 from qkv.database.sources import SourceError, Table, read
 
 
-def refused(source: str, **options: Any) -> str:
+def catch_source_error(source: str, **options: Any) -> str:
     with pytest.raises(SourceError) as caught:
         read(source, **options)
     return str(caught.value)
@@ -39,9 +39,9 @@ def test_postgres(postgres):
     with pytest.warns(MixedColumnWarning, match="'exact' is read as text: 1 of its 2 cells"):
         table = read(address, progress=lambda done, total: seen.append((done, total)))
     assert table.name == f"{schema}.Books %s"
-    found = {name: cells[0] for name, cells in table.columns.items()}
-    assert math.isnan(found.pop("f"))
-    assert found == {
+    result = {name: cells[0] for name, cells in table.columns.items()}
+    assert math.isnan(result.pop("f"))
+    assert result == {
         "i": 1,
         "big": 9007199254740993,
         "t": "x",
@@ -71,11 +71,11 @@ def test_postgres_tables_and_queries(postgres):
     assert read(query) == Table("query", {"odd": [0, 1], "count": [20000, 20000]})
     path = f"{url}options=-csearch_path%3D{schema}"
     assert read(path, table="a").columns == read(path, table=f"{schema}.a").columns
-    assert "choose one with table='a'" in (refused(path))
-    assert "did you mean" in (refused(path, table="aa"))
-    assert "no rows" in (refused(path, table="b"))
-    assert "syntax error" in (refused(f"{url}query=selekt"))
-    assert "syntax error" in (refused(f"{url}query=delete from {schema}.a"))
+    assert "choose one with table='a'" in (catch_source_error(path))
+    assert "did you mean" in (catch_source_error(path, table="aa"))
+    assert "no rows" in (catch_source_error(path, table="b"))
+    assert "syntax error" in (catch_source_error(f"{url}query=selekt"))
+    assert "syntax error" in (catch_source_error(f"{url}query=delete from {schema}.a"))
     server.execute(f"""create function {schema}.f() returns int language sql
                        as 'insert into {schema}.b values (1) returning n'""")
-    assert "read-only" in (refused(f"{url}query=select {schema}.f()"))
+    assert "read-only" in (catch_source_error(f"{url}query=select {schema}.f()"))

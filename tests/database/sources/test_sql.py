@@ -12,7 +12,7 @@ from qkv.database.sources.sql import mask_password
 from qkv.errors import MissingExtraError
 
 
-def refused(source: str, **options: Any) -> str:
+def catch_source_error(source: str, **options: Any) -> str:
     with pytest.raises(SourceError) as caught:
         read(source, **options)
     return str(caught.value)
@@ -25,14 +25,16 @@ def test_postgres_with_a_date_that_python_has_not(monkeypatch):
         raise psycopg.DataError("date too large (after year 10K): 'infinity'")
 
     monkeypatch.setattr(psycopg, "connect", connect)
-    assert "'infinity': convert that column to text" in (refused("postgresql://host/shop"))
+    assert "'infinity': convert that column to text" in (
+        catch_source_error("postgresql://host/shop")
+    )
 
 
 def test_postgres_that_does_not_answer():
     pytest.importorskip("psycopg")
-    error = refused("postgresql://li:secret@127.0.0.1:1/shop?connect_timeout=2&table=a")
+    error = catch_source_error("postgresql://li:secret@127.0.0.1:1/shop?connect_timeout=2&table=a")
     assert "PostgreSQL reports" in error and "secret" not in error
-    assert "PostgreSQL reports" in (refused("postgresql://127.0.0.1:1/shop?what=1"))
+    assert "PostgreSQL reports" in (catch_source_error("postgresql://127.0.0.1:1/shop?what=1"))
 
 
 def test_missing_psycopg_says_what_to_install(monkeypatch):

@@ -38,9 +38,9 @@ def books(tmp_path):
 
 
 def test_cells_are_what_they_are_in_the_sheet(books):
-    found = read(books)
-    assert found.name == "books"
-    assert found.columns == {
+    result = read(books)
+    assert result.name == "books"
+    assert result.columns == {
         "title": ["Emma", "Ulysses", None],
         "year": [1815, 1922, None],
         "price": [3.5, 4.0, None],
@@ -48,7 +48,7 @@ def test_cells_are_what_they_are_in_the_sheet(books):
         "when": [datetime.datetime(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4), None],
         "2024": ["x", 7, None],
     }
-    assert [type(x) for x in found.columns["year"][:2]] == [int, int]
+    assert [type(x) for x in result.columns["year"][:2]] == [int, int]
 
 
 def test_words_for_missing_are_one_s_own(books):

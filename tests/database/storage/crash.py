@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkv.database.storage import Store, check, limits
+from qkv.database.storage import Store, check_store, limits
 from qkv.database.storage.integrity_check import Problem
 
 ROOT = Path(__file__).parents[3]
@@ -108,8 +108,8 @@ def perform(s: Store, step: dict, model: Model) -> None:
         blocks = [ids[start : start + 50] for start in range(0, len(ids), 50)]
         s.rewrite_tensors(
             (
-                (some, {"key": tensor(some, [model.rows[row] for row in some], step["factor"])})
-                for some in blocks
+                (block, {"key": tensor(block, [model.rows[row] for row in block], step["factor"])})
+                for block in blocks
             ),
             settings={"factor": step["factor"]},
             arrays={"factor": np.array([step["factor"]])},
@@ -182,7 +182,9 @@ def kill_once(path: Path, model: Model, rng: random.Random) -> Model:
         matching = [one for one in possible if one.matches(s)]
         assert matching, f"version {s.version} is neither before nor after {pending}"
     # What was left over is removed by a repair, or by the next writer.
-    problems = [problem for problem in check(path, repair=rng.random() < 0.5) if not left(problem)]
+    problems = [
+        problem for problem in check_store(path, repair=rng.random() < 0.5) if not left(problem)
+    ]
     assert problems == [], [str(problem) for problem in problems]
     return matching[-1]
 

@@ -29,7 +29,7 @@ def open_to_all() -> Iterator[Path]:
         yield Path(name)
 
 
-def logged(folder: Path) -> Path:
+def create_logged_file(folder: Path) -> Path:
     """A file with a log: commits, one that shrinks the file, and one that did not finish."""
     path, copy = folder / "a.sqlite", folder / "copy.sqlite"
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
@@ -75,29 +75,29 @@ def by_sqlite(path: Path, folder: Path) -> list[tuple[int, bytes]] | None:
 
 def test_the_log_by_hand_is_the_log_by_sqlite(tmp_path):
     """Whole, cut anywhere, and with any byte of it changed."""
-    path = logged(tmp_path)
+    path = create_logged_file(tmp_path)
     log = Path(f"{path}-wal")
-    whole = log.read_bytes()
+    full = log.read_bytes()
     assert [i for i, _ in rows(_read_with_log(path)) or []] == list(range(9))
-    found = set()
+    result = set()
     for _ in range(60):
-        broken = bytearray(whole[: RNG.integers(len(whole))])
+        broken = bytearray(full[: RNG.integers(len(full))])
         if RNG.random() < 0.5:
-            broken = bytearray(whole)
-            broken[RNG.integers(len(whole)) if RNG.random() < 0.7 else RNG.integers(32)] ^= 1
+            broken = bytearray(full)
+            broken[RNG.integers(len(full)) if RNG.random() < 0.7 else RNG.integers(32)] ^= 1
         log.write_bytes(broken)
         own = rows(_read_with_log(path))
         assert own == by_sqlite(path, tmp_path)
-        found.add(-1 if own is None else len(own))
-    assert len(found) > 4
+        result.add(-1 if own is None else len(own))
+    assert len(result) > 4
 
 
 def test_a_log_that_says_anything_takes_no_more_memory_than_it_has(tmp_path):
-    path = logged(tmp_path)
+    path = create_logged_file(tmp_path)
     log = Path(f"{path}-wal")
-    whole = log.read_bytes()
+    full = log.read_bytes()
     for size in (0, 1, 7, 2**32 - 1):
-        log.write_bytes(whole[:8] + size.to_bytes(4, "big") + whole[12:])
+        log.write_bytes(full[:8] + size.to_bytes(4, "big") + full[12:])
         assert len(_read_with_log(path)) == path.stat().st_size
 
 
@@ -128,9 +128,9 @@ for _ in sys.stdin:
 """
 
 
-def reader(path: Path, how: str, stderr: int | None = None) -> subprocess.Popen[str]:
+def reader(path: Path, mode: str, stderr: int | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", READER, str(path), how],
+        [sys.executable, "-c", READER, str(path), mode],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -152,9 +152,9 @@ def readable(path: Path, may: bool) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users and limits of POSIX")
-@pytest.mark.parametrize("how", ["full", "denied"])
+@pytest.mark.parametrize("mode", ["full", "denied"])
 @pytest.mark.parametrize("index", [True, False])
-def test_a_killed_writers_log_is_read_where_nothing_can_be_written(open_to_all, how, index):
+def test_a_killed_writers_log_is_read_where_nothing_can_be_written(open_to_all, mode, index):
     """On a full disk, or without permission, with its index and without; and what comes next."""
     path = open_to_all / "s.qkv"
     subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True)
@@ -163,7 +163,7 @@ def test_a_killed_writers_log_is_read_where_nothing_can_be_written(open_to_all, 
     readable(path, False)
     before = {file.name: file.read_bytes() for file in path.iterdir() if "shm" not in file.name}
     written = [f"row {i}" for i in range(20)]
-    with reader(path, how) as child:
+    with reader(path, mode) as child:
         assert ask_child(child) == " ".join(["20", *written])
         after = {file.name: file.read_bytes() for file in path.iterdir() if "shm" not in file.name}
         assert after == before
@@ -181,8 +181,8 @@ def test_a_log_of_a_file_that_may_not_be_read_is_reported(open_to_all):
     subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True)
     (path / "catalogue.sqlite").chmod(0o200)
     with reader(path, "denied", stderr=subprocess.PIPE) as child:
-        said = child.communicate()[1].splitlines()[-1]
-    assert "Unreadable" in said and "catalogue.sqlite cannot be read now" in said
+        last_line = child.communicate()[1].splitlines()[-1]
+    assert "Unreadable" in last_line and "catalogue.sqlite cannot be read now" in last_line
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users of POSIX")

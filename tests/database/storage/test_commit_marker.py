@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import StoreDamagedError, StoreUnwritableError
-from qkv.database.storage import Store, blob_storage, check, commit_marker, limits
+from qkv.database.storage import Store, blob_storage, check_store, commit_marker, limits
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def content(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def copied(source, target, *without):
+def copy_store(source, target, *without):
     target.mkdir()
     for file in source.iterdir():
         if file.name not in without:
@@ -45,16 +45,16 @@ LOG = ("catalogue.sqlite-wal", "catalogue.sqlite-shm")
 def test_a_mark_is_read_as_it_was_written(tmp_path):
     assert commit_marker.read_marker(tmp_path) is None
     file = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    for given in (
+    for commit in (
         None,
         commit_marker.CommitMarker(0, 1),
         commit_marker.CommitMarker(10**12, 10**9),
         commit_marker.new_marker(3, 4),
     ):
-        commit_marker.write_marker(file, given)
+        commit_marker.write_marker(file, commit)
         assert (
-            commit_marker.read_lock_file(file) == (str(os.getpid()), given)
-            and commit_marker.read_marker(tmp_path) == given
+            commit_marker.read_lock_file(file) == (str(os.getpid()), commit)
+            and commit_marker.read_marker(tmp_path) == commit
         )
     os.close(file)
     for text in (b"", b"12\n", b"12\n3 4 00000000\n", b"\xff" * 90, b"x\n1 2 3\n"):
@@ -66,40 +66,40 @@ def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
     with Store(tmp_path / "s") as store:
         add(store)
         add(store)
-        copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
-        whole = copied(tmp_path / "s", tmp_path / "whole")
+        copy = copy_store(tmp_path / "s", tmp_path / "copy", *LOG)
+        full = copy_store(tmp_path / "s", tmp_path / "whole")
     before = content(copy)
     for _ in range(2):
         with pytest.raises(
             StoreDamagedError, match=r"version 2 was committed.*catalogue.sqlite-wal"
         ):
             Store(copy)
-    [problem] = check(copy)
+    [problem] = check_store(copy)
     assert "version 2 was committed" in problem.what
     assert {name: content(copy)[name] for name in before if name != "lock"} == {
         name: text for name, text in before.items() if name != "lock"
     }
     for name in LOG[:1]:
-        shutil.copyfile(whole / name, copy / name)
+        shutil.copyfile(full / name, copy / name)
     with Store(copy) as store:
         assert len(store.open_snapshot()) == 10 and store.version == 2
-    assert check(copy) == []
+    assert check_store(copy) == []
 
 
 def test_without_a_mark_unknown_files_stay_and_keep_their_names(tmp_path, small):
     with Store(tmp_path / "s") as store:
         add(store)
         add(store)
-        copy = copied(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
-    kept = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
-    assert len(kept) == 2
-    assert ["move it elsewhere" in problem.what for problem in check(copy)] == [True, True]
+        copy = copy_store(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
+    segments = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
+    assert len(segments) == 2
+    assert ["move it elsewhere" in problem.what for problem in check_store(copy)] == [True, True]
     with Store(copy) as store:
         assert len(store.open_snapshot()) == 0
         add(store)
         assert len(store.open_snapshot()) == 5
-    assert len(content(copy)) > len(kept)
-    assert kept == {name: content(copy)[name] for name in kept}
+    assert len(content(copy)) > len(segments)
+    assert segments == {name: content(copy)[name] for name in segments}
 
 
 def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small):
@@ -113,10 +113,10 @@ def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small
     # As if the log of the compaction were lost.
     (tmp_path / "s" / "catalogue.sqlite").write_bytes(old)
     (tmp_path / "s" / "lock").unlink()
-    problems = [problem.what for problem in check(tmp_path / "s")]
+    problems = [problem.what for problem in check_store(tmp_path / "s")]
     assert any("which contains missing rows" in what for what in problems)
-    assert any(problem.repaired for problem in check(tmp_path / "s", repair=True))
-    assert check(tmp_path / "s") == []
+    assert any(problem.repaired for problem in check_store(tmp_path / "s", repair=True))
+    assert check_store(tmp_path / "s") == []
     with Store(tmp_path / "s") as store:
         snapshot = store.open_snapshot()
         assert dict(snapshot.iterate_rows()) == {i: f"record {i}" for i in range(10)}
@@ -130,40 +130,40 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
     with Store(tmp_path / "s") as store:
         add(store)
         add(store, 2)
-        copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
-    problems = check(copy, repair=True)
+        copy = copy_store(tmp_path / "s", tmp_path / "copy", *LOG)
+    problems = check_store(copy, repair=True)
     assert any("the versions from 2 to 3 are lost" in problem.what for problem in problems)
     with Store(copy) as store:
         assert store.version == 4 and len(store.open_snapshot()) == 5
         add(store)
-    assert check(copy) == []
+    assert check_store(copy) == []
 
 
 @pytest.mark.parametrize("written", [True, False])
-@pytest.mark.parametrize("how", ["removed", "replaced", "moved", "catalogue"])
-def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, how, written):
+@pytest.mark.parametrize("change", ["removed", "replaced", "moved", "catalogue"])
+def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, change, written):
     path = tmp_path / "s"
     with Store(path) as store:
         add(store)
     with Store(path) as store:
         if written:
             add(store)
-        if how == "moved":
+        if change == "moved":
             path.rename(tmp_path / "t")
-        elif how == "catalogue":
+        elif change == "catalogue":
             (path / "catalogue.sqlite").unlink()
         else:
             shutil.rmtree(path)
-        if how == "replaced":
+        if change == "replaced":
             with Store(path) as other:
                 add(other, 1)
         for write in (add, Store.compact):
             with pytest.raises(StoreUnwritableError, match=r"removed or replaced|cannot be opened"):
                 write(store)
-    if how == "replaced":
+    if change == "replaced":
         with Store(path) as store:
             assert len(store.open_snapshot()) == 1
-    elif how != "catalogue":
+    elif change != "catalogue":
         assert not path.exists()
 
 

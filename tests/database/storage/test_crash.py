@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qkv.database.storage import Store, check, folder, garbage, limits, lock
+from qkv.database.storage import Store, check_store, folder, garbage, limits, lock
 from qkv.database.storage.blob_storage import FileSystem
 from tests.database.storage import crash
 from tests.interrupt import moments
@@ -66,7 +66,7 @@ def test_what_a_killed_import_left_is_swept(tmp_path):
         assert part.parent.is_dir()
     with Store(places[1] / "old.qkv") as store:
         store.commit(records=["two"], digests=[b"2"])
-    assert check(places[2] / "old.qkv", repair=True) == []
+    assert check_store(places[2] / "old.qkv", repair=True) == []
     assert {path.name for path in tmp_path.glob("*/*")} == {
         "live.qkv",
         "new.qkv",
@@ -108,7 +108,7 @@ def test_interrupts(tmp_path, tight, place):
         signal.signal(signal.SIGALRM, old)
         gc.collect()  # what an interrupt left open warns here, not in a later test
     if place == "disk":
-        assert check(tmp_path / "s") == []
+        assert check_store(tmp_path / "s") == []
 
 
 class PowerCut(BaseException):
@@ -222,7 +222,7 @@ def power_cuts(folder: Path, seed: int, skip: tuple[str, ...] = ()) -> None:
             matching = [one for one in possible if one.matches(s)]
             assert matching, f"version {s.version} is neither before nor after {pending}"
             model = matching[-1]
-        assert [problem for problem in check(after) if not crash.left(problem)] == []
+        assert [problem for problem in check_store(after) if not crash.left(problem)] == []
         place = after
 
 
@@ -265,7 +265,7 @@ def test_a_repair_that_is_interrupted_leaves_no_lock(tmp_path):
     with Store(tmp_path / "s") as store:
         store.commit(records=["one"], digests=[b"1"])
     taken = lock.__file__, garbage.__file__
-    for _ in moments(lambda: check(tmp_path / "s", repair=True), taken):
+    for _ in moments(lambda: check_store(tmp_path / "s", repair=True), taken):
         other = lock.WriteLock(tmp_path / "s")
         other.acquire(wait_seconds=0)
         other.release()

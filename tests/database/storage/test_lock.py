@@ -39,7 +39,7 @@ class Interrupting:
         return self
 
 
-def interrupted(pins: lock.VersionPins, nth: int) -> bool:
+def interrupt_at(pins: lock.VersionPins, nth: int) -> bool:
     """Whether a hold and its release were interrupted at their nth place."""
     old = sys.gettrace()
     sys.settrace(Interrupting(nth))
@@ -56,7 +56,7 @@ def interrupted(pins: lock.VersionPins, nth: int) -> bool:
 def test_an_interrupt_leaves_the_pins_free():
     for nth in itertools.count(1):
         pins = lock.VersionPins(None)
-        came = interrupted(pins, nth)
+        came = interrupt_at(pins, nth)
         later = threading.Thread(target=pins.pin_version, args=(4,), daemon=True)
         later.start()
         later.join(300)

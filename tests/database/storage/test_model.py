@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from qkv.database.errors import DuplicateKeyError, VersionNotFoundError
-from qkv.database.storage import Store, check
+from qkv.database.storage import Store, check_store
 from qkv.database.storage import limits as sizes
 from tests.sampling import FULL
 
@@ -54,7 +54,7 @@ class Model(RuleBasedStateMachine):
             return
         self.store.close()
         if self.path is not None:
-            assert check(self.path) == []
+            assert check_store(self.path) == []
         shutil.rmtree(self.folder)
         for patch in self.patches:
             patch.stop()
@@ -117,7 +117,7 @@ class Model(RuleBasedStateMachine):
         blocks = [ids[start : start + size] for start in range(0, len(ids), size)]
         new = {row: np.full(shape, -float(row)) for row in ids}
         self.store.rewrite_tensors(
-            (some, {"key": np.array([new[row] for row in some])}) for some in blocks
+            (block, {"key": np.array([new[row] for row in block])}) for block in blocks
         )
         self.rows = {row: (key, new[row]) for row, (key, _) in self.rows.items()}
         self.width = shape
@@ -135,8 +135,8 @@ class Model(RuleBasedStateMachine):
         report = self.store.compact()
         held = {snap.version for snap in self.snapshots} - {self.store.version}
         assert set(report.held) == held and report.rows == len(self.rows)
-        kept = held | {self.store.version}
-        for version in set(self.past) - kept:
+        expected_versions = held | {self.store.version}
+        for version in set(self.past) - expected_versions:
             del self.past[version]
             with pytest.raises(VersionNotFoundError):
                 self.store.open_snapshot(version)
@@ -146,7 +146,7 @@ class Model(RuleBasedStateMachine):
     def reopen(self):
         self.snapshots = []
         self.store.close()
-        assert check(self.path) == []
+        assert check_store(self.path) == []
         self.store = Store(self.path)
 
     @rule(data=st.data())
@@ -170,18 +170,18 @@ class Model(RuleBasedStateMachine):
         assert list(snap.iterate_rows()) == [(row, str(rows[row][0])) for row in ids]
         for key in range(10):
             assert snap.find_ids(b"%d" % key) == [row for row in ids if rows[row][0] == key]
-        found = {}
+        actual = {}
         for part in snap.iterate_segments(window=3):
             for at, row in enumerate(part.ids.tolist()):
                 if part.live is None or part.live[at]:
-                    found[row] = part.tensors["key"][at]
-        assert list(found) == ids
+                    actual[row] = part.tensors["key"][at]
+        assert list(actual) == ids
         for row in ids:
-            np.testing.assert_array_equal(found[row], rows[row][1])
+            np.testing.assert_array_equal(actual[row], rows[row][1])
         if ids:
-            some = ids[::-2]
-            expected = np.array([rows[row][1] for row in some])
-            np.testing.assert_array_equal(snap.read_tensor("key", some), expected)
+            subset = ids[::-2]
+            expected = np.array([rows[row][1] for row in subset])
+            np.testing.assert_array_equal(snap.read_tensor("key", subset), expected)
 
 
 TestModel = Model.TestCase

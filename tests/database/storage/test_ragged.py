@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from qkv.database.errors import StoreDamagedError
-from qkv.database.storage import Store, check
+from qkv.database.storage import Store, check_store
 from qkv.database.storage import limits as sizes
 from qkv.database.storage.catalog import FORMAT_VERSION
 from qkv.errors import ArgumentError, ShapeError
@@ -46,16 +46,16 @@ def add(store: Store, count: int) -> None:
 
 
 def words_by_id(store: Store, version: int | None = None) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for part in store.open_snapshot(version).iterate_segments():
         words = part.tensors["words"]
         live = np.ones(len(part.ids), bool) if part.live is None else part.live
         rows = [one.tolist() for one in words[live].split_rows()]
-        found |= dict(zip(part.ids[live].tolist(), rows, strict=True))
-    return found
+        result |= dict(zip(part.ids[live].tolist(), rows, strict=True))
+    return result
 
 
-def expected(ids: range | set[int]) -> dict[int, list[int]]:
+def expected_rows(ids: range | set[int]) -> dict[int, list[int]]:
     return {i: row(i) for i in ids}
 
 
@@ -66,24 +66,24 @@ def test_rows_come_and_go(tmp_path: Path, place: str) -> None:
     with Store(path) as store:
         for count in (3, 1, 9, 30):
             add(store, count)
-        assert words_by_id(store) == expected(range(43))
+        assert words_by_id(store) == expected_rows(range(43))
         before = store.version
         store.commit(remove=[0, 7, 42])
         left = set(range(43)) - {0, 7, 42}
-        assert words_by_id(store) == expected(left) and words_by_id(store, before) == expected(
-            range(43)
-        )
+        assert words_by_id(store) == expected_rows(left) and words_by_id(
+            store, before
+        ) == expected_rows(range(43))
         store.compact()
-        assert words_by_id(store) == expected(left)
+        assert words_by_id(store) == expected_rows(left)
         ids = store.open_snapshot().live_ids()
         halves = [(part, {"words": ragged(part.tolist())}) for part in (ids[:5], ids[5:])]
         store.rewrite_tensors(halves)
-        assert words_by_id(store) == expected(left)
+        assert words_by_id(store) == expected_rows(left)
         assert store.open_snapshot().tensor_names == ("words",)
     if path is not None:
-        assert check(path) == []
+        assert check_store(path) == []
         with Store(path) as store:
-            assert words_by_id(store) == expected(left)
+            assert words_by_id(store) == expected_rows(left)
 
 
 @pytest.mark.usefixtures("limits")
@@ -94,9 +94,9 @@ def test_a_lost_catalogue_is_made_again(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096 : 4096 + 32] = b"\xff" * 32
     path.write_bytes(content)
-    check(tmp_path, repair=True)
+    check_store(tmp_path, repair=True)
     with Store(tmp_path) as store:
-        assert words_by_id(store).items() <= expected(range(9)).items()
+        assert words_by_id(store).items() <= expected_rows(range(9)).items()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT_VERSION,)
     connection.close()
@@ -112,9 +112,9 @@ def segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_segment_is_a_plain_file(segment: Path) -> None:
-    found = load_file(segment)
-    np.testing.assert_array_equal(found["words"], ragged(range(9)).flat)
-    np.testing.assert_array_equal(found["words.starts"], ragged(range(9)).starts)
+    result = load_file(segment)
+    np.testing.assert_array_equal(result["words"], ragged(range(9)).flat)
+    np.testing.assert_array_equal(result["words.starts"], ragged(range(9)).starts)
 
 
 @pytest.mark.parametrize("bad", [[1, 0, 1, 3], [0, 5, 3, 6], [0, 0, 1, 7]])
@@ -126,7 +126,7 @@ def test_rows_that_begin_elsewhere_are_damage(segment: Path, bad: list[int]) -> 
     segment.write_bytes(content.replace(good.astype("<i8").tobytes(), wrong.tobytes()))
     with Store(segment.parent) as store:
         if bad == [0, 0, 1, 7]:
-            assert check(segment.parent)
+            assert check_store(segment.parent)
             return
         with pytest.raises(StoreDamagedError, match="row boundaries"):
             words_by_id(store)
@@ -149,7 +149,7 @@ def test_some_rows_in_any_order() -> None:
     store = Store()
     for count in (5, 6, 2):
         add(store, count)
-    wanted = [12, 3, 0, 7, 3]
-    found = store.open_snapshot().read_tensor("words", wanted)
-    assert [one.tolist() for one in found.split_rows()] == [row(i) for i in wanted]
+    expected = [12, 3, 0, 7, 3]
+    actual = store.open_snapshot().read_tensor("words", expected)
+    assert [one.tolist() for one in actual.split_rows()] == [row(i) for i in expected]
     assert len(store.open_snapshot().read_tensor("words", [])) == 0

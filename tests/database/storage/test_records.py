@@ -11,11 +11,11 @@ import pytest
 
 import qkv
 from qkv.database.errors import DuplicateKeyError, SkippedRowsWarning, StoreDamagedError
-from qkv.database.storage import Store, check, limits, records
+from qkv.database.storage import Store, check_store, limits, records
 from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.database.storage.segments import IDS_TENSOR
 from qkv.errors import ArgumentError, DtypeError
-from tests.database.storage.test_store import add, expected, flip, whole
+from tests.database.storage.test_store import add, expected_rows, flip, read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_rows_of_a_bundle_live_and_die_as_others_do(store):
         (store.open_snapshot(), left),
         (store.open_snapshot(3), range(34)),
     ):
-        assert whole(snap) == expected(ids)
+        assert read_rows(snap) == expected_rows(ids)
         for i in (3, 7, 20, 21, 25, 33):
             assert snap.find_ids(b"digest %d" % i) == ([i] if i in ids else [])
             assert snap.find_newest(b"digest %d" % i) == ((i, f"record {i}") if i in ids else None)
@@ -74,9 +74,14 @@ def test_a_compaction_forgets_the_dead_of_a_bundle(store):
         store.compact()
         assert loose(store) == 0
         with store.open_snapshot() as new:
-            for some in (old, new):
-                assert some.find_ids(b"digest 5") == [] and some.find_newest(b"digest 5") is None
-                assert whole(some) == expected([i for i in range(20) if i not in (0, 5)])
+            for snapshot in (old, new):
+                assert (
+                    snapshot.find_ids(b"digest 5") == []
+                    and snapshot.find_newest(b"digest 5") is None
+                )
+                assert read_rows(snapshot) == expected_rows(
+                    [i for i in range(20) if i not in (0, 5)]
+                )
     store.commit(remove=[i for i in range(20) if i not in (0, 5)])
     store.compact()
     assert len(store.open_snapshot()) == 0 and not [
@@ -91,11 +96,11 @@ def test_bundles_stay_few(tmp_path):
         assert len(files(tmp_path)) == 1
         add(store, 10)
         assert len(files(tmp_path)) == 2
-        assert whole(store.open_snapshot()) == expected(
+        assert read_rows(store.open_snapshot()) == expected_rows(
             range(90)
         ) and store.open_snapshot().find_ids(b"digest 4") == [4]
-        assert whole(store.open_snapshot(3)) == expected(range(30))
-    assert check(tmp_path) == []
+        assert read_rows(store.open_snapshot(3)) == expected_rows(range(30))
+    assert check_store(tmp_path) == []
 
 
 def test_keys_that_repeat_and_keys_that_must_not(store):
@@ -121,9 +126,11 @@ def test_digests_of_any_length(tmp_path, width):
     with Store(tmp_path) as store:
         for _ in range(2):  # one after the other, so that they are merged
             store.commit(records=["é"] * 12, digests=digests)
-        found = [store.open_snapshot().find_ids(digest) for digest in digests]
-    assert found == [[i, i + 12] for i in range(12)]
-    assert check(tmp_path) == [] and len(files(tmp_path)) == (width <= records.MAX_DIGEST_BYTES)
+        result = [store.open_snapshot().find_ids(digest) for digest in digests]
+    assert result == [[i, i + 12] for i in range(12)]
+    assert check_store(tmp_path) == [] and len(files(tmp_path)) == (
+        width <= records.MAX_DIGEST_BYTES
+    )
 
 
 def test_an_invalid_row_is_an_error(store):
@@ -141,14 +148,14 @@ def test_a_damaged_bundle(tmp_path):
     file = files(tmp_path)[0]
     sound = file.read_bytes()
     flip(file, sound.index(b"record 17") + 2)
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == file.name and "checksum differs" in problem.what
     with Store(tmp_path) as store:
         assert store.open_snapshot().find_newest(b"digest 4") == (4, "record 4")
         with pytest.raises(StoreDamagedError, match="row 17 is not what was written"):
             store.open_snapshot().find_newest(b"digest 17")
     file.write_bytes(sound[:-9])
-    assert any("bytes, but" in problem.what for problem in check(tmp_path))
+    assert any("bytes, but" in problem.what for problem in check_store(tmp_path))
     with Store(tmp_path) as store, pytest.raises(StoreDamagedError, match=r"rows-.*bytes, but"):
         store.open_snapshot().find_newest(b"digest 25")
     with (
@@ -163,7 +170,7 @@ def test_a_damaged_bundle(tmp_path):
             if part.live is not None
         ]
     file.write_bytes(sound)
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["prefix", "place", "size", IDS_TENSOR])
@@ -204,11 +211,11 @@ def test_a_repair_makes_a_damaged_index_anew_from_the_rows(tmp_path):
         for offset in range(8 + width + first, 8 + width + last, 7):
             flip(file, offset, 1 << offset % 8)
     harmed = file.read_bytes()
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert "not what was written" in problem.what and file.read_bytes() == harmed
-    [problem] = check(tmp_path, repair=True)
+    [problem] = check_store(tmp_path, repair=True)
     assert problem.file == file.name and problem.repaired
-    assert check(tmp_path) == [] and file.read_bytes() == sound
+    assert check_store(tmp_path) == [] and file.read_bytes() == sound
     assert (tmp_path / "damaged-1" / file.name).read_bytes() == harmed
     with Store(tmp_path) as store:
         assert [store.open_snapshot().find_ids(b"digest %d" % i) for i in range(20)] == [
@@ -222,7 +229,7 @@ def test_a_repair_leaves_a_bundle_whose_rows_are_damaged(tmp_path):
     [file] = files(tmp_path)
     flip(file, file.read_bytes().index(b"record 17") + 2)
     harmed = file.read_bytes()
-    assert not any(problem.repaired for problem in check(tmp_path, repair=True))
+    assert not any(problem.repaired for problem in check_store(tmp_path, repair=True))
     assert file.read_bytes() == harmed
     assert not list(tmp_path.glob("repair-*")) and not list(tmp_path.glob("damaged-*"))
 
@@ -256,12 +263,12 @@ def test_a_repair_brings_bundles_back(tmp_path, harm):
             catalogue.commit()
     else:
         path.write_bytes(b"")
-    problems = [problem.what for problem in check(tmp_path, repair=True)]
-    assert check(tmp_path) == []
+    problems = [problem.what for problem in check_store(tmp_path, repair=True)]
+    assert check_store(tmp_path) == []
     with Store(tmp_path) as store:
         # Deleted rows are recorded twice, so that one lost line does not restore them.
         left = [i for i in range(20) if i != 5 or harm == "catalogue"]
-        assert whole(store.open_snapshot()) == expected(
+        assert read_rows(store.open_snapshot()) == expected_rows(
             left
         ) and store.open_snapshot().settings == {"key": "title"}
         add(store, 3)
@@ -283,7 +290,7 @@ def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE)) as catalogue:
         catalogue.execute("UPDATE settings SET crc = 0")
         catalogue.commit()
-    problems = [problem.what for problem in check(tmp_path, repair=True)]
+    problems = [problem.what for problem in check_store(tmp_path, repair=True)]
     assert any(
         "the settings are lost; the settings of an older file replace them" in x for x in problems
     )

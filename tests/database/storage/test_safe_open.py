@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import StoreDamagedError, StoreUnreadableError
-from qkv.database.storage import Store, check, limits, safe_open
+from qkv.database.storage import Store, check_store, limits, safe_open
 from tests.interrupt import stopped
 
 
@@ -41,29 +41,29 @@ NAMES = (
 
 
 def use(path):
-    with Store(path) as found:
-        snapshot = found.open_snapshot()
+    with Store(path) as result:
+        snapshot = result.open_snapshot()
         list(snapshot.iterate_segments())
         snapshot.read_arrays()
-        found.commit(remove=[0])
+        result.commit(remove=[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", ["link", "dangling", "pipe", "folder"])
-def test_no_link_is_followed(store, tmp_path, name, how):
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
+def test_no_link_is_followed(store, tmp_path, name, kind):
     victim = tmp_path / "precious"
     file = store / name
-    if how == "link":
+    if kind == "link":
         victim.write_bytes(file.read_bytes() if file.exists() else b"precious")
     file.unlink(missing_ok=True)
-    if how in ("link", "dangling"):
+    if kind in ("link", "dangling"):
         file.symlink_to(victim)
-    elif how == "pipe":
+    elif kind == "pipe":
         os.mkfifo(file)
     else:
         file.mkdir()
     before = victim.read_bytes() if victim.exists() else None
-    for look in (use, check, lambda path: check(path, repair=True)):
+    for look in (use, check_store, lambda path: check_store(path, repair=True)):
         with pytest.raises(StoreDamagedError, match=rf"{name} is (a link|not a regular file)"):
             look(store)
     assert (victim.read_bytes() if victim.exists() else None) == before
@@ -73,19 +73,19 @@ def test_no_link_is_followed(store, tmp_path, name, how):
 def test_a_link_that_comes_after_opening(store, tmp_path, name):
     victim = tmp_path / "precious"
     victim.write_bytes(b"precious")
-    with Store(store) as found:
+    with Store(store) as result:
         (store / name).unlink()
         (store / name).symlink_to(victim)
         with pytest.raises(StoreDamagedError, match=f"{name} is a link"):
-            list(found.open_snapshot().iterate_segments())
-            found.commit(remove=[0])
+            list(result.open_snapshot().iterate_segments())
+            result.commit(remove=[0])
     assert victim.read_bytes() == b"precious"
 
 
 def test_the_folder_itself_may_be_a_link(store, tmp_path):
     (tmp_path / "t").symlink_to(store)
     use(tmp_path / "t")
-    assert check(tmp_path / "t") == []
+    assert check_store(tmp_path / "t") == []
 
 
 def test_what_is_not_there_is_not_made(tmp_path):
@@ -107,9 +107,9 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(store, monkeypatch, nam
     monkeypatch.setattr(os, "open", out(os.open))
     monkeypatch.setattr(os, "listdir", out(os.listdir))
 
-    def read(**how):
-        with Store(store, **how) as found:
-            list(found.open_snapshot().iterate_segments())
+    def read(**options):
+        with Store(store, **options) as result:
+            list(result.open_snapshot().iterate_segments())
 
     for skip in (False, True):
         with pytest.raises(
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(store, monkeypatch, nam
         ):
             read(skip_damaged=skip)
     if name.startswith("segment"):
-        [problem] = check(store)
+        [problem] = check_store(store)
         assert problem.file == name and "it cannot be read now" in problem.what
     monkeypatch.undo()
     use(store)
@@ -136,7 +136,7 @@ def test_a_catalogue_with_statements_of_its_own(store, statement):
     connection.close()
     with pytest.raises(StoreDamagedError, match="triggers or views"):
         use(store)
-    assert "triggers or views" in check(store)[0].what
+    assert "triggers or views" in check_store(store)[0].what
 
 
 def test_an_interrupt_while_a_file_is_looked_at_closes_it(tmp_path):

@@ -34,7 +34,7 @@ from qkv.database.errors import (
     StoreUnwritableError,
     VersionNotFoundError,
 )
-from qkv.database.storage import Commit, Store, blob_storage, check, lock, segments
+from qkv.database.storage import Commit, Store, blob_storage, check_store, lock, segments
 from qkv.database.storage import limits as sizes
 from qkv.database.storage import store as store_module
 from qkv.database.storage.snapshot import build_buffered_segment
@@ -90,7 +90,7 @@ def add(target, count, **options):
     return made
 
 
-def whole(snap):
+def read_rows(snap):
     """Everything that a snapshot holds, read in every way there is: {id: (record, key)}."""
     ids = snap.live_ids()
     assert len(ids) == len(snap) and (np.diff(ids) > 0).all()
@@ -112,7 +112,7 @@ def whole(snap):
     return {int(i): (rows[int(i)], tuple(k)) for i, k in zip(ids, key.tolist(), strict=True)}
 
 
-def expected(ids):
+def expected_rows(ids):
     return {int(i): (f"record {i}", (float(i), -float(i))) for i in ids}
 
 
@@ -126,7 +126,7 @@ def test_what_goes_in_comes_out(make):
         )
         add(s, 3, settings={"key": "title"})
         snap = s.open_snapshot()
-        assert whole(snap) == expected(range(3))
+        assert read_rows(snap) == expected_rows(range(3))
         assert snap.find_ids(b"digest 1") == [1] and snap.find_ids(b"none") == []
         assert (
             snap.find_newest(b"digest 2") == (2, "record 2") and snap.find_newest(b"none") is None
@@ -142,8 +142,8 @@ def test_what_goes_in_comes_out(make):
 def test_it_is_there_after_reopening(make):
     add(make(), 5)
     make().commit(remove=[1, 3])
-    assert whole(make().open_snapshot()) == expected([0, 2, 4])
-    assert whole(make().open_snapshot(1)) == expected(range(5))
+    assert read_rows(make().open_snapshot()) == expected_rows([0, 2, 4])
+    assert read_rows(make().open_snapshot(1)) == expected_rows(range(5))
 
 
 def test_a_repeated_digest_is_found_oldest_first(make):
@@ -170,7 +170,7 @@ def test_many_single_rows_make_few_files(tmp_path):
         sizes = [len(part.ids) for part in snap.iterate_segments()]
         assert sizes == [4096, 904]
         assert len(list((tmp_path / "s").glob("*.safetensors"))) == 1
-    assert check(tmp_path / "s") == []
+    assert check_store(tmp_path / "s") == []
 
 
 def test_small_segments_become_one(make, small, monkeypatch):
@@ -178,11 +178,11 @@ def test_small_segments_become_one(make, small, monkeypatch):
     s = make()
     for _ in range(60):
         add(s, 3)
-    assert whole(s.open_snapshot()) == expected(range(180))
+    assert read_rows(s.open_snapshot()) == expected_rows(range(180))
     for version in (1, 7, 31, 60):
-        assert whole(s.open_snapshot(version)) == expected(range(3 * version))
+        assert read_rows(s.open_snapshot(version)) == expected_rows(range(3 * version))
     assert len(s._blob_storage.list_files()) < 180 / 9
-    assert whole(make().open_snapshot()) == expected(range(180))
+    assert read_rows(make().open_snapshot()) == expected_rows(range(180))
 
 
 def test_a_large_commit_is_cut(make, small):
@@ -191,8 +191,8 @@ def test_a_large_commit_is_cut(make, small):
     add(s, 100)
     add(s, 1)
     assert [len(part.ids) for part in s.open_snapshot().iterate_segments()] == [20] * 5 + [2, 1]
-    assert whole(s.open_snapshot()) == expected(range(103))
-    assert whole(s.open_snapshot(1)) == expected(range(2))
+    assert read_rows(s.open_snapshot()) == expected_rows(range(103))
+    assert read_rows(s.open_snapshot(1)) == expected_rows(range(2))
 
 
 def test_windows(make, small):
@@ -244,7 +244,7 @@ def test_unique_names_the_position(make):
     assert caught.value.position == 1
     with pytest.raises(DuplicateKeyError, match="position 1 repeats the key at position 0"):
         s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
-    assert s.version == 1 and whole(s.open_snapshot()) == expected(range(2))
+    assert s.version == 1 and read_rows(s.open_snapshot()) == expected_rows(range(2))
 
 
 def test_files_of_rows_that_are_refused_go(tmp_path):
@@ -283,7 +283,7 @@ def test_bad_input_changes_nothing(make):
     bad(ArgumentError, "settings must consist of JSON values", settings={"a": object()})
     s.commit(remove=[0])
     bad(RowNotFoundError, "row 0 cannot be removed", remove=[0])
-    assert s.version == 2 and whole(s.open_snapshot()) == expected([1])
+    assert s.version == 2 and read_rows(s.open_snapshot()) == expected_rows([1])
     with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
         s.open_snapshot().read_records([1, 0])
     with pytest.raises(RowNotFoundError, match="row 0 is not in version 2"):
@@ -314,12 +314,14 @@ def test_every_type_and_shape(make, small, dtype, dims):
     rng = np.random.default_rng(1)
     tensor = rng.integers(0, 2, (30, *dims)).astype(dtype)
     for start, stop in ((0, 3), (3, 28), (28, 30)):
-        some = tensor[start:stop]
+        block = tensor[start:stop]
         texts = [str(i) for i in range(start, stop)]
-        s.commit(records=texts, digests=[t.encode() for t in texts], tensors={"t": some, "u": some})
-    found = make().open_snapshot().read_tensor("t", range(30))
-    np.testing.assert_array_equal(found, tensor)
-    assert found.dtype == np.dtype(dtype).newbyteorder("<")
+        s.commit(
+            records=texts, digests=[t.encode() for t in texts], tensors={"t": block, "u": block}
+        )
+    result = make().open_snapshot().read_tensor("t", range(30))
+    np.testing.assert_array_equal(result, tensor)
+    assert result.dtype == np.dtype(dtype).newbyteorder("<")
 
 
 def test_rows_without_tensors(make, small):
@@ -347,9 +349,9 @@ def test_a_segment_is_a_plain_safetensors_file(tmp_path, small):
     with Store(tmp_path) as s:
         add(s, 20)
         [file] = tmp_path.glob("*.safetensors")
-        found = load_file(file)
-        np.testing.assert_array_equal(found["ids"], range(20))
-        np.testing.assert_array_equal(found["key"], keys(range(20)))
+        result = load_file(file)
+        np.testing.assert_array_equal(result["ids"], range(20))
+        np.testing.assert_array_equal(result["key"], keys(range(20)))
         assert struct.unpack("<Q", file.read_bytes()[:8])[0] % 64 == 56
 
 
@@ -361,8 +363,8 @@ def test_recode_is_a_new_generation(make, small):
     before = s.open_snapshot()
 
     def blocks():
-        for some in np.array_split(ids, 5):
-            yield some, {"key": keys(some) * 10}
+        for block in np.array_split(ids, 5):
+            yield block, {"key": keys(block) * 10}
 
     made = s.rewrite_tensors(
         blocks(), settings={"encoder": "second"}, arrays={"w": np.zeros((0, 3)), "b": np.array(3.0)}
@@ -378,9 +380,9 @@ def test_recode_is_a_new_generation(make, small):
         and s.open_snapshot().read_arrays()["b"] == 3.0
     )
     np.testing.assert_array_equal(s.open_snapshot(2).read_arrays()["w"], np.eye(2))
-    assert whole(s.open_snapshot(2)) == expected(ids) and whole(s.open_snapshot(1)) == expected(
-        range(30)
-    )
+    assert read_rows(s.open_snapshot(2)) == expected_rows(ids) and read_rows(
+        s.open_snapshot(1)
+    ) == expected_rows(range(30))
     assert before.version == 2
     s.commit(records=["r"], digests=[b"d"], tensors={"key": keys([30])})
     np.testing.assert_array_equal(
@@ -403,17 +405,17 @@ def test_recode_wants_every_row_in_order(make):
     bad([0, 1, 3], match="2 live rows have no new tensors; the first is row 4")
     bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
     bad([0, 1, 2], match="expected row 3, not row 2")
-    bad([0, 1, 3, 4, 5], [6], match="expected the end, got row 6")
+    bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
     with pytest.raises(CombinationError, match="commit cannot run inside rewrite_tensors"):
         s.rewrite_tensors((s.commit(remove=[0]), {}) for _ in range(1))
-    assert s.version == 2 and whole(s.open_snapshot()) == expected([0, 1, 3, 4, 5])
+    assert s.version == 2 and read_rows(s.open_snapshot()) == expected_rows([0, 1, 3, 4, 5])
 
 
 def test_recode_of_nothing(make):
     s = make()
     assert s.rewrite_tensors([], settings={"a": 1}).version == 1
     add(s, 2)
-    assert whole(make().open_snapshot()) == expected(range(2))
+    assert read_rows(make().open_snapshot()) == expected_rows(range(2))
 
 
 def test_compaction_drops_the_dead_and_the_past(make, small):
@@ -429,7 +431,7 @@ def test_compaction_drops_the_dead_and_the_past(make, small):
     assert (report.rows, report.dropped_rows, report.dropped_versions) == (65, 85, 5)
     assert report.held == () and report.files_after < report.files_before
     assert "dropped 85 deleted rows" in str(report)
-    assert whole(s.open_snapshot()) == expected(left) and s.version == 6
+    assert read_rows(s.open_snapshot()) == expected_rows(left) and s.version == 6
     with pytest.raises(VersionNotFoundError, match=r"version 3 was dropped.*oldest is 6"):
         s.open_snapshot(3)
     with pytest.raises(VersionNotFoundError, match="version 9 does not exist: the newest is 6"):
@@ -453,7 +455,7 @@ def test_compaction_leaves_alone_what_is_good(tmp_path, small):
         s.commit(remove=range(20, 40))
         s.compact()
         assert sorted(tmp_path.glob("*.safetensors")) == [before[0], before[2]]
-        assert whole(s.open_snapshot()) == expected([*range(20), *range(40, 60)])
+        assert read_rows(s.open_snapshot()) == expected_rows([*range(20), *range(40, 60)])
 
 
 def test_compaction_keeps_what_is_read_here(make, small):
@@ -467,13 +469,18 @@ def test_compaction_keeps_what_is_read_here(make, small):
     add(s, 30)
     report = s.compact()
     assert report.held == (1,) and "kept version 1, which readers still use" in str(report)
-    rest = np.concatenate([first.ids, *(part.ids for part in half)])
-    assert rest.tolist() == list(range(40))
-    assert whole(old) == whole(unread) == whole(s.open_snapshot(1)) == expected(range(40))
+    merged_ids = np.concatenate([first.ids, *(part.ids for part in half)])
+    assert merged_ids.tolist() == list(range(40))
+    assert (
+        read_rows(old)
+        == read_rows(unread)
+        == read_rows(s.open_snapshot(1))
+        == expected_rows(range(40))
+    )
     ids = s.open_snapshot().live_ids()
     s.rewrite_tensors([(ids, {"key": keys(ids) + 1})])
     s.compact()
-    assert whole(old) == expected(range(40))
+    assert read_rows(old) == expected_rows(range(40))
     old.close()
     del unread
     assert s.compact().held == ()
@@ -534,7 +541,7 @@ def test_compaction_keeps_what_another_process_reads(tmp_path, small, system, mo
             report = s.compact()
             assert report.held == () and report.dropped_rows == 30
             child.stdin.write("\n")
-    assert check(tmp_path) == []
+    assert check_store(tmp_path) == []
 
 
 def test_one_writer(tmp_path):
@@ -545,10 +552,10 @@ def test_one_writer(tmp_path):
             StoreLockedError, match=r"books.qkv is locked by this process \(\d+\).*twice.*close"
         ):
             add(two, 1)
-        assert whole(two.open_snapshot()) == expected([0])  # reading needs no lock
+        assert read_rows(two.open_snapshot()) == expected_rows([0])  # reading needs no lock
         one.close()
         add(two, 1)
-        assert whole(two.open_snapshot()) == expected([0, 1])
+        assert read_rows(two.open_snapshot()) == expected_rows([0, 1])
 
 
 HOLDER = """
@@ -573,8 +580,8 @@ def test_a_dead_writer_holds_nothing(tmp_path):
             ):
                 s.commit(remove=[0])
             with pytest.raises(StoreLockedError):
-                check(tmp_path, repair=True)
-            assert check(tmp_path) == []
+                check_store(tmp_path, repair=True)
+            assert check_store(tmp_path) == []
             assert s.open_snapshot().read_records([0]) == ["held"]
             child.kill()
             child.wait()
@@ -613,7 +620,7 @@ def test_threads(tmp_path, small):
             try:
                 while not done.is_set():
                     snap = s.open_snapshot()
-                    assert whole(snap) == expected(snap.live_ids())
+                    assert read_rows(snap) == expected_rows(snap.live_ids())
             except BaseException as error:
                 failures.append(error)
 
@@ -723,7 +730,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     process.join()
     done.set()
     recoder.join()
-    assert whole(s.open_snapshot())
+    assert read_rows(s.open_snapshot())
     s.close()
     here.close()
     there.close()
@@ -749,7 +756,7 @@ def test_what_is_not_a_store(tmp_path):
         Store(tmp_path / "none", create=False)
     assert not (tmp_path / "none").exists()
     with pytest.raises(StoreNotFoundError):
-        check(tmp_path / "none")
+        check_store(tmp_path / "none")
     file = tmp_path / "file.csv"
     file.write_text("a,b\n")
     with pytest.raises(NotAStoreError, match=r"file.csv is a file"):
@@ -757,7 +764,7 @@ def test_what_is_not_a_store(tmp_path):
     with pytest.raises(NotAStoreError, match="folder with other files"):
         Store(tmp_path)
     with pytest.raises(NotAStoreError):
-        check(tmp_path)
+        check_store(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(StoreNotFoundError, match="empty"):
         Store(tmp_path / "empty", create=False)
@@ -795,7 +802,7 @@ def test_creation_that_was_cut_short_goes_on(tmp_path):
         add(s, 1)
 
 
-def filled(path):
+def fill_store(path):
     """Three segments of 20 rows, 3 resting rows; gives the segments' paths."""
     with Store(path) as s:
         add(s, 60, settings={"key": "title"}, arrays={"w": np.eye(2)})
@@ -836,7 +843,7 @@ LEFT = sorted(set(range(63)) - {5, 61})
 
 @pytest.mark.parametrize("harm", ["missing", "short", "long", "header", "empty", "length"])
 def test_a_damaged_segment(tmp_path, small, harm):
-    path = filled(tmp_path)[1]
+    path = fill_store(tmp_path)[1]
     content = path.read_bytes()
     match harm:
         case "missing":
@@ -852,9 +859,9 @@ def test_a_damaged_segment(tmp_path, small, harm):
         case "length":
             flip(path, 7, 0x80)
     before = sorted(os.listdir(tmp_path))
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name and "20 rows" in problem.what and not problem.repaired
-    [problem] = check(tmp_path, repair=True)
+    [problem] = check_store(tmp_path, repair=True)
     assert not problem.repaired
     with Store(tmp_path) as s:
         snap = s.open_snapshot()
@@ -882,14 +889,14 @@ def test_a_damaged_segment(tmp_path, small, harm):
         ids = s.open_snapshot().live_ids()
         # Other tensors for every row: the damaged file is not needed any more.
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
-        assert whole(s.open_snapshot()) == expected(ids)
+        assert read_rows(s.open_snapshot()) == expected_rows(ids)
     assert set(before) <= set(os.listdir(tmp_path))  # nothing was deleted
 
 
 def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
-    path = filled(tmp_path)[0]
+    path = fill_store(tmp_path)[0]
     flip(path, path.stat().st_size - 3)
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name and "checksum" in problem.what
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="checksum"):
         s.compact()
@@ -897,25 +904,25 @@ def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
         assert s.version == 3 and len(s.open_snapshot()) == 61
         for _ in range(30):
             add(s, 3)  # small segments are joined, but not with this one
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name
 
 
 def test_arrays_that_are_cut_while_they_are_used(tmp_path):
     with Store(tmp_path) as s:
         s.commit(arrays={"w": np.arange(9000.0)})
-        found = s.open_snapshot().read_arrays()["w"]
+        result = s.open_snapshot().read_arrays()["w"]
         os.truncate(next(tmp_path.glob("arrays-*")), 10)
-        np.testing.assert_array_equal(found, np.arange(9000.0))
+        np.testing.assert_array_equal(result, np.arange(9000.0))
         with pytest.raises(StoreDamagedError, match="10 bytes"):
             s.open_snapshot().read_arrays()
 
 
 def test_damaged_arrays(tmp_path):
-    filled(tmp_path)
+    fill_store(tmp_path)
     [path] = tmp_path.glob("arrays*")
     flip(path, path.stat().st_size - 1)
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.file == path.name
     path.unlink()
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match=r"arrays.*missing"):
@@ -925,17 +932,17 @@ def test_damaged_arrays(tmp_path):
 @pytest.mark.parametrize("tensors", ["no bytes", 7])
 def test_a_resting_row_of_another_type(tmp_path, small, tensors):
     # As a page of zeros in the catalogue makes them: SQLite reads cells of any type.
-    filled(tmp_path)
+    fill_store(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db, db:
         db.execute("UPDATE resting SET tensors = ? WHERE id = 62", (tensors,))
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.what == "the tensors of row 62 are not what was written"
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
         list(s.open_snapshot().iterate_segments())
 
 
 def test_a_resting_row_that_stands_twice(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     with Store(tmp_path) as s:
         shot, good = s.open_snapshot(), keys([1]).tobytes()
         lines = [(1, good, crc32(good)), (1, good, 0)]
@@ -944,17 +951,17 @@ def test_a_resting_row_that_stands_twice(tmp_path, small):
 
 
 def test_a_damaged_resting_row(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     path = tmp_path / "catalogue.sqlite"
     flip(path, path.read_bytes().index(np.array([62.0, -62.0], np.float32).tobytes()))
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.what == "the tensors of row 62 are not what was written"
     with Store(tmp_path) as s, pytest.raises(StoreDamagedError, match="tensors of row 62"):
         list(s.open_snapshot().iterate_segments())
     skipped = pytest.warns(SkippedRowsWarning, match=r"1 rows were skipped.*row 62")
     with Store(tmp_path, skip_damaged=True) as s, skipped:
         assert s.open_snapshot().read_tensor("key", [60]).tolist() == keys([60]).tolist()
-    problems = check(tmp_path, repair=True)
+    problems = check_store(tmp_path, repair=True)
     assert problems[0].repaired and "1 rows have lost their tensors" in problems[-1].what
     with Store(tmp_path) as s:
         assert s.open_snapshot().live_ids().tolist() == LEFT and s.open_snapshot().read_records(
@@ -964,34 +971,34 @@ def test_a_damaged_resting_row(tmp_path, small):
             s.open_snapshot().read_tensor("key", [62])
         ids = s.open_snapshot().live_ids()
         s.rewrite_tensors([(ids, {"key": keys(ids)})])
-        assert whole(s.open_snapshot()) == expected(LEFT)
-    assert check(tmp_path) == []
+        assert read_rows(s.open_snapshot()) == expected_rows(LEFT)
+    assert check_store(tmp_path) == []
 
 
 def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     with Store(tmp_path) as s:
         following = s._reader_catalog.fetch_value("SELECT files FROM counters")
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
     (tmp_path / f"segment-{following + 1:08d}.safetensors.tmp").write_bytes(b"")
-    mine = tmp_path / "mine.safetensors"
-    mine.write_bytes(b"mine")
+    own_file = tmp_path / "mine.safetensors"
+    own_file.write_bytes(b"mine")
     unknown = tmp_path / "segment-00000000.safetensors"
     unknown.write_bytes(b"?")
-    problems = check(tmp_path)
+    problems = check_store(tmp_path)
     assert len(problems) == 4 and not any(problem.repaired for problem in problems)
     assert len(os.listdir(tmp_path)) == len(set(os.listdir(tmp_path)))
-    problems = check(tmp_path, repair=True)
+    problems = check_store(tmp_path, repair=True)
     assert sorted(problem.repaired for problem in problems) == [False, False, True, True]
     assert "move it elsewhere" in str(problems[-1])
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
     left = tmp_path / f"segment-{following:08d}.safetensors"
     with Store(tmp_path) as s:
         assert (
-            whole(s.open_snapshot()) == expected(LEFT) and left.exists()
+            read_rows(s.open_snapshot()) == expected_rows(LEFT) and left.exists()
         )  # a reader removes nothing
         add(s, 1)
-    assert mine.exists() and unknown.exists() and not left.exists()
+    assert own_file.exists() and unknown.exists() and not left.exists()
 
 
 def test_a_full_disk_changes_nothing(tmp_path, small):
@@ -999,7 +1006,7 @@ def test_a_full_disk_changes_nothing(tmp_path, small):
         def fsync(self, file, path):
             raise OSError(28, "No space left on device")
 
-    filled(tmp_path)
+    fill_store(tmp_path)
     before = sorted(os.listdir(tmp_path))
     with Store(tmp_path, files=Full()) as s:
         with pytest.raises(StoreUnwritableError, match=r"No space left.*nothing was changed"):
@@ -1008,8 +1015,8 @@ def test_a_full_disk_changes_nothing(tmp_path, small):
         add(s, 1)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "lock"]) or "lock" in before
     with Store(tmp_path) as s:
-        assert whole(s.open_snapshot()) == expected([*LEFT, 63])
-    assert check(tmp_path) == []
+        assert read_rows(s.open_snapshot()) == expected_rows([*LEFT, 63])
+    assert check_store(tmp_path) == []
 
 
 def catalogue_of(path):
@@ -1043,12 +1050,12 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_catalogue(tmp_path, small, harm):
-    filled(tmp_path)
+    fill_store(tmp_path)
     path = tmp_path / "catalogue.sqlite"
     HARMS[harm](path)
     broken = path.read_bytes() if path.exists() else None
     files = sorted(os.listdir(tmp_path))
-    problems = check(tmp_path)
+    problems = check_store(tmp_path)
     assert problems and {problem.file for problem in problems} == {"catalogue.sqlite"}
     if harm not in ("record", "settings", "short", "half"):
         with pytest.raises(StoreDamagedError, match=r"catalogue.sqlite.*qkv check --repair"):
@@ -1070,25 +1077,25 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
         ):
             _ = s.open_snapshot().settings
     assert path.exists() == (broken is not None)
-    found_problems = check(tmp_path, repair=True)
+    found_problems = check_store(tmp_path, repair=True)
     if harm in ("missing", "empty", "noise"):
         assert not any(problem.repaired for problem in found_problems)
         assert sorted(set(os.listdir(tmp_path)) - {"lock"}) == sorted(set(files) - {"lock"})
         return
     assert any(problem.repaired for problem in found_problems)
     assert (tmp_path / "damaged-1" / "catalogue.sqlite").read_bytes() == broken
-    again = check(tmp_path)
+    again = check_store(tmp_path)
     with Store(tmp_path) as s:
         snap = s.open_snapshot()
-        found = dict(snap.iterate_rows())
-        assert found == {i: f"record {i}" for i in found}
+        result = dict(snap.iterate_rows())
+        assert result == {i: f"record {i}" for i in result}
         assert s.version == 4 or harm == "half"
         if harm in ("magic", "header", "first page", "settings") or "schema" in harm:
-            assert whole(snap) == expected(LEFT) and again == []
+            assert read_rows(snap) == expected_rows(LEFT) and again == []
             assert snap.settings == {"key": "title"}
             np.testing.assert_array_equal(snap.read_arrays()["w"], np.eye(2))
         if harm == "record":
-            assert whole(snap) == expected(set(LEFT) - {17}) and again == []
+            assert read_rows(snap) == expected_rows(set(LEFT) - {17}) and again == []
             assert any("60 of 61 rows could be read" in problem.what for problem in found_problems)
         add(s, 1)
 
@@ -1103,17 +1110,17 @@ def test_a_damaged_page_loses_only_its_rows(tmp_path):
     start = content.index(b"01000 xxx") // 4096 * 4096
     content[start : start + 4096] = b"\xff" * 4096
     path.write_bytes(content)
-    assert check(tmp_path)
+    assert check_store(tmp_path)
     with Store(tmp_path) as s:
         assert s.open_snapshot().read_records([0]) == texts[:1]
         with pytest.raises(StoreDamagedError, match="malformed"):
             list(s.open_snapshot().iterate_rows())
-    assert any(problem.repaired for problem in check(tmp_path, repair=True))
-    assert check(tmp_path) == []
+    assert any(problem.repaired for problem in check_store(tmp_path, repair=True))
+    assert check_store(tmp_path) == []
     with Store(tmp_path) as s:
-        found = dict(s.open_snapshot().iterate_rows())
-        assert 1940 < len(found) < 1999 and 3 not in found
-        assert all(texts[i] == text for i, text in found.items())
+        result = dict(s.open_snapshot().iterate_rows())
+        assert 1940 < len(result) < 1999 and 3 not in result
+        assert all(texts[i] == text for i, text in result.items())
         assert s.open_snapshot().find_ids(b"01999") == [1999] and s.open_snapshot().settings == {
             "a": 1
         }
@@ -1142,22 +1149,22 @@ def harm_somewhere(path, rng):
 @pytest.mark.filterwarnings("ignore::qkv.database.errors.SkippedRowsWarning")
 @pytest.mark.parametrize("seed", range(1000 if FULL else 40))
 def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, seed):
-    filled(tmp_path)
+    fill_store(tmp_path)
     harm_somewhere(tmp_path, random.Random(seed))
-    problems = check(tmp_path)
+    problems = check_store(tmp_path)
     try:
         with Store(tmp_path) as s, s.open_snapshot() as snap:
-            same = snap.settings == {"key": "title"} and whole(snap) == expected(LEFT)
+            same = snap.settings == {"key": "title"} and read_rows(snap) == expected_rows(LEFT)
     except QkvError:
         same = False
     except AssertionError:  # the ways to read do not agree
         same = False
     assert problems or same
-    check(tmp_path, repair=True)
+    check_store(tmp_path, repair=True)
     try:
         with Store(tmp_path, skip_damaged=True) as s, s.open_snapshot() as snap:
-            found = dict(snap.iterate_rows())
-            assert set(found) <= set(LEFT) and all(found[i] == f"record {i}" for i in found)
+            result = dict(snap.iterate_rows())
+            assert set(result) <= set(LEFT) and all(result[i] == f"record {i}" for i in result)
             seen = [p.ids[... if p.live is None else p.live] for p in snap.iterate_segments()]
             assert set(np.concatenate(seen).tolist()) <= set(range(63)) or problems
     except QkvError:
@@ -1165,16 +1172,16 @@ def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, see
 
 
 def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     tmp_path.chmod(0o555)
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("this user may write everywhere")
         with Store(tmp_path) as s:
-            assert whole(s.open_snapshot()) == expected(LEFT)
+            assert read_rows(s.open_snapshot()) == expected_rows(LEFT)
             with pytest.raises(StoreUnwritableError, match="permissions"):
                 add(s, 1)
-        assert check(tmp_path) == []
+        assert check_store(tmp_path) == []
         with pytest.raises(StoreUnwritableError):
             Store(tmp_path / "new")
     finally:
@@ -1185,7 +1192,7 @@ def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
 def test_reading_on_a_full_disk(tmp_path, small):
     """What may not grow any file, as on a full disk, reads a store that was closed, and what
     somebody writes to it meanwhile."""
-    filled(tmp_path)
+    fill_store(tmp_path)
     child = subprocess.Popen(
         [sys.executable, "-c", _ON_A_FULL_DISK, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -1264,7 +1271,7 @@ except OSError:
 _ON_A_FULL_DISK = """
 import json, resource, sys
 from qkv.database.errors import StoreUnwritableError
-from qkv.database.storage import Store, check
+from qkv.database.storage import Store, check_store
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 store = Store(sys.argv[1])
@@ -1274,7 +1281,7 @@ for _ in sys.stdin:
     ids = [row for row, _ in found.iterate_rows()]
     assert len(ids) == len(found) and (found.read_tensor("value", ids) == ids).all()
     print(json.dumps([store.version, len(found), len(found) - first]), flush=True)
-assert check(sys.argv[1]) == []
+assert check_store(sys.argv[1]) == []
 try:
     store.commit(remove=[ids[0]])
 except StoreUnwritableError:
@@ -1286,7 +1293,7 @@ else:
 
 def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
     inside, outside = tmp_path / "s", tmp_path / "segment-00000001.safetensors"
-    first = filled(inside)[0]
+    first = fill_store(inside)[0]
     first.rename(outside)
     connection = sqlite3.connect(inside / "catalogue.sqlite", isolation_level=None)
     connection.execute("UPDATE segments SET file = '../' || file WHERE first = 0")
@@ -1302,7 +1309,7 @@ def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
 
 
 def test_a_layout_that_cannot_be_read(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)
     connection.execute("UPDATE generations SET layout = '[[1]]'")
     connection.close()
@@ -1310,11 +1317,11 @@ def test_a_layout_that_cannot_be_read(tmp_path, small):
         with pytest.raises(StoreDamagedError, match="layout in it cannot be read"):
             list(s.open_snapshot().iterate_segments())
         assert s.open_snapshot().read_records([0]) == ["record 0"]
-    [problem] = check(tmp_path)
+    [problem] = check_store(tmp_path)
     assert problem.what == "a layout in it cannot be read"
-    check(tmp_path, repair=True)
+    check_store(tmp_path, repair=True)
     with Store(tmp_path) as s:
-        assert whole(s.open_snapshot()) == expected(LEFT)
+        assert read_rows(s.open_snapshot()) == expected_rows(LEFT)
 
 
 def test_an_unreferenced_store_releases_its_lock(tmp_path):
@@ -1334,13 +1341,13 @@ def test_many_dead_rows_over_many_versions(make, small):
     for _ in range(12):
         s.commit(remove=rng.choice(left[-1], 3, replace=False))
         left.append(s.open_snapshot().live_ids().tolist())
-        assert whole(s.open_snapshot()) == expected(left[-1])
+        assert read_rows(s.open_snapshot()) == expected_rows(left[-1])
     for version in rng.permutation(13):
-        assert whole(s.open_snapshot(int(version) + 1)) == expected(left[version])
+        assert read_rows(s.open_snapshot(int(version) + 1)) == expected_rows(left[version])
 
 
 def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
-    filled(tmp_path)
+    fill_store(tmp_path)
 
     def stop(done, total):
         raise KeyboardInterrupt
@@ -1348,14 +1355,14 @@ def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
     with Store(tmp_path) as s:
         with pytest.raises(KeyboardInterrupt):
             s.compact(stop)
-        assert whole(s.open_snapshot()) == expected(LEFT) and whole(s.open_snapshot(1)) == expected(
-            range(60)
-        )
-    assert check(tmp_path) == []
+        assert read_rows(s.open_snapshot()) == expected_rows(LEFT) and read_rows(
+            s.open_snapshot(1)
+        ) == expected_rows(range(60))
+    assert check_store(tmp_path) == []
 
 
 def test_opening_is_cheap(tmp_path):
-    filled(tmp_path)
+    fill_store(tmp_path)
     started = time.thread_time()  # others may keep the machine busy
     for _ in range(10):
         Store(tmp_path).close()
@@ -1363,7 +1370,7 @@ def test_opening_is_cheap(tmp_path):
 
 
 def test_notes_are_json(tmp_path, small):
-    path = filled(tmp_path)[0]
+    path = fill_store(tmp_path)[0]
     notes, entry = segments.read_file_metadata(path)
     assert json.loads(notes["settings"]) == {"key": "title"} and entry.rows == 20
     assert Path(entry.file) == Path(path.name)

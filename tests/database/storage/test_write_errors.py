@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import StoreUnwritableError
-from qkv.database.storage import Store, check, commit_marker, limits
+from qkv.database.storage import Store, check_store, commit_marker, limits
 from qkv.database.storage.blob_storage import FileSystem
 from qkv.database.storage.catalog import CATALOG_FILE
 from qkv.errors import QkvError
@@ -134,16 +134,16 @@ def files(path):
     return sorted(name for name in os.listdir(path) if "safetensors" in name)
 
 
-def opened(path, faults, monkeypatch):
+def open_faulty_store(path, faults, monkeypatch):
     """A store whose every write goes through the faults."""
     store = Store(path, files=FaultyFiles(faults))
     with store._write_session("look") as (catalogue, _):
         catalogue._connection = FaultyConnection(catalogue._connection, faults)
-    whole = commit_marker.write_marker
+    full = commit_marker.write_marker
 
     def write(file, left):
         faults.step("mark")
-        whole(file, left)
+        full(file, left)
 
     monkeypatch.setattr(commit_marker, "write_marker", write)
     faults.steps = 0
@@ -168,7 +168,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
         shutil.copytree(base, path)
         faults = Faults(at, code, lasting)
         caplog.clear()
-        with pytest.MonkeyPatch.context() as patch, opened(path, faults, patch) as store:
+        with pytest.MonkeyPatch.context() as patch, open_faulty_store(path, faults, patch) as store:
             error = report = None
             try:
                 report = store.compact()
@@ -193,7 +193,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
         with Store(path) as store:
             assert content(store) == before
             add(store, 200, 1)  # the next writer removes what was left
-        assert check(path) == []
+        assert check_store(path) == []
         shutil.rmtree(path)
     expected = {"write", "fsync", "rename", "unlink", "mark", "sqlite BEGIN", "sqlite COMMIT"}
     assert seen >= expected | {"sqlite DELETE", "sqlite INSERT", "sqlite VACUUM", "sqlite PRAGMA"}
@@ -202,7 +202,7 @@ def test_a_compaction_is_done_or_says_that_it_is_not(base, tmp_path, caplog, cod
 def test_a_catalogue_that_alone_would_shrink_and_cannot_is_an_error(base, monkeypatch):
     """It was said to be compacted, and was what it had been."""
     faults = Faults(0, errno.EIO)
-    with opened(base, faults, monkeypatch) as store:
+    with open_faulty_store(base, faults, monkeypatch) as store:
         monkeypatch.setattr(faults, "fails", lambda what: what == "sqlite VACUUM")
         report = store.compact()
         message = "the catalog could not be shrunk (disk: Input/output error)"
@@ -215,7 +215,7 @@ def test_a_catalogue_that_alone_would_shrink_and_cannot_is_an_error(base, monkey
         monkeypatch.setattr(faults, "fails", lambda what: False)
         assert not store.compact().unfinished
         assert content(store) == before and os.path.getsize(base / CATALOG_FILE) < size
-    assert check(base) == []
+    assert check_store(base) == []
 
 
 def test_a_file_that_cannot_be_removed_does_not_fail_the_commit_that_merged_it(
@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_removed_does_not_fail_the_commit_that_merged_it(
     assert "removing files" in caplog.text
     with Store(tmp_path / "s") as store:
         add(store, 400, 1)
-    assert check(tmp_path / "s") == []
+    assert check_store(tmp_path / "s") == []
 
 
 @pytest.mark.parametrize(("code", "logged"), [(errno.EIO, True), (errno.EINVAL, False)])
@@ -253,4 +253,4 @@ def test_a_new_store_whose_folder_cannot_be_synced_is_logged(
     assert ("cannot be synced to disk" in caplog.text) == logged
     with Store(tmp_path / "s") as store:
         add(store, 0, 1)
-    assert check(tmp_path / "s") == []
+    assert check_store(tmp_path / "s") == []

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qkv.database.errors import DuplicateKeyError
-from qkv.database.storage import Store, check, limits, writer
-from tests.database.storage.test_store import add, expected, keys, whole
+from qkv.database.storage import Store, check_store, limits, writer
+from tests.database.storage.test_store import add, expected_rows, keys, read_rows
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def test_what_a_thread_writes_is_there(path, monkeypatch):
         add(store, 3)
         add(store, 20)
         assert seen == [False, False]
-        assert whole(store.open_snapshot()) == expected(range(43))
+        assert read_rows(store.open_snapshot()) == expected_rows(range(43))
         assert store.open_snapshot().find_ids(b"digest 7") == [7]
     with Store(path) as store:
-        assert whole(store.open_snapshot()) == expected(range(43))
-    assert not check(path)
+        assert read_rows(store.open_snapshot()) == expected_rows(range(43))
+    assert not check_store(path)
 
 
 def test_a_file_that_cannot_be_written_takes_all_back(path, monkeypatch):
@@ -53,10 +53,10 @@ def test_a_file_that_cannot_be_written_takes_all_back(path, monkeypatch):
             patched.setattr(store._blob_storage, "write_segment", full)
             with pytest.raises(OSError, match="no room"):
                 add(store, 20)
-        assert whole(store.open_snapshot()) == expected(range(6)) and files(path) == before
+        assert read_rows(store.open_snapshot()) == expected_rows(range(6)) and files(path) == before
         add(store, 20)
-        assert whole(store.open_snapshot()) == expected(range(26))
-    assert not check(path)
+        assert read_rows(store.open_snapshot()) == expected_rows(range(26))
+    assert not check_store(path)
 
 
 def test_a_key_that_is_there_takes_the_thread_s_files_back(path):
@@ -70,9 +70,9 @@ def test_a_key_that_is_there_takes_the_thread_s_files_back(path):
             )
         assert len(store.open_snapshot()) == 0
         add(store, 6, unique=True)
-        assert whole(store.open_snapshot()) == expected(range(6))
+        assert read_rows(store.open_snapshot()) == expected_rows(range(6))
         assert len(files(path)) == 1
-    assert not check(path)
+    assert not check_store(path)
 
 
 def full(*_):

@@ -38,19 +38,19 @@ cell = st.recursive(
 )
 
 
-def same(a, b):
+def is_same(a, b):
     if isinstance(a, float) and math.isnan(a):
         return isinstance(b, float) and math.isnan(b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return isinstance(b, dict) and a.keys() == b.keys() and all(is_same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(is_same, a, b))
     return type(a) is type(b) and a == b
 
 
 @given(cell)
 def test_a_row_comes_back_as_it_was(x):
-    assert same(cells.load_row(cells.dump_row({"c": x}))["c"], x)
+    assert is_same(cells.load_row(cells.dump_row({"c": x}))["c"], x)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
@@ -101,10 +101,10 @@ def test_different_keys_have_different_digests():
 def test_digests_agree_with_equality(pairs):
     for a, b in pairs:
         try:
-            found = cells.key_digest(a) == cells.key_digest(b)
+            result = cells.key_digest(a) == cells.key_digest(b)
         except ArgumentError:
             continue
-        assert found == (a == b)
+        assert result == (a == b)
 
 
 def test_digests_of_an_array_are_those_of_its_rows():
@@ -200,10 +200,10 @@ def test_digests_of_vectors_without_numbers():
 
 def test_equal_vectors_have_one_digest_whatever_their_type():
     kinds = (np.int8, np.int64, np.float16, ">f4", np.float32, np.float64, np.longdouble)
-    whole = [np.array([[1, 0, -3], [4, 5, 6]]).astype(kind) for kind in kinds]
-    whole += [np.array([[1, -0.0, -3], [4, 5, 6]]), np.asfortranarray(whole[4])]
-    assert len({tuple(cells.vector_digests(rows)) for rows in whole}) == 1
-    for rows in whole:
+    full = [np.array([[1, 0, -3], [4, 5, 6]]).astype(kind) for kind in kinds]
+    full += [np.array([[1, -0.0, -3], [4, 5, 6]]), np.asfortranarray(full[4])]
+    assert len({tuple(cells.vector_digests(rows)) for rows in full}) == 1
+    for rows in full:
         assert cells.vector_digests(rows) == [cells.vector_digest(row) for row in rows]
 
 

@@ -28,14 +28,16 @@ def test_a_row_without_a_value_is_left_out(hole, weighting, rows):
     query = keys[absent][0]  # the best row is one of those
     made = qkv.Database(keys, [hole if x else v for x, v in zip(absent, values, strict=True)])
     alone = qkv.Database(keys[~absent], np.array(values)[~absent])
-    how = {"score": "epanechnikov", "weighting": weighting}
-    answer, expected = made.ask(query, **how), alone.ask(query, **how)
+    options = {"score": "epanechnikov", "weighting": weighting}
+    answer, expected = made.ask(query, **options), alone.ask(query, **options)
     assert answer.missing == absent.sum() and answer.total == rows - absent.sum()
     assert answer.value == pytest.approx(expected.value, rel=1e-9)
     assert answer.spread == pytest.approx(expected.spread, rel=1e-6)
     np.testing.assert_allclose(answer.weights[~absent], expected.weights, rtol=1e-6)
     assert not answer.weights[absent].any()
-    np.testing.assert_allclose(made.attend(query, **how), alone.attend(query, **how), rtol=1e-9)
+    np.testing.assert_allclose(
+        made.attend(query, **options), alone.attend(query, **options), rtol=1e-9
+    )
     assert f"{answer.missing:,} rows without a value" in answer.explain()
     assert "without a value left out" in str(answer)
     assert answer.to_dict()["missing"] == answer.missing
@@ -161,16 +163,16 @@ def test_a_messy_table(tmp_path):
 @pytest.mark.parametrize("rows", [1, 9000])
 def test_the_first_values_that_are_there_decide_what_values_are(tmp_path, hole, rows):
     keys = np.random.default_rng(0).normal(size=(rows + 3, 3))
-    whole = qkv.Database(keys, [hole] * rows + [5.0, 7.0, 6.0])
+    full = qkv.Database(keys, [hole] * rows + [5.0, 7.0, 6.0])
     with qkv.open(tmp_path / "d.qkv") as D:
         D.add(keys[:rows], [hole] * rows)
         past = D.at(1)
         D.add(keys[rows:-1], [5.0, 7.0])
         D.update(keys[-1], 6.0)
-        for some in (D, qkv.open(D.path)):
-            answer, expected = some.ask(keys[0]), whole.ask(keys[0])
+        for database in (D, qkv.open(D.path)):
+            answer, expected = database.ask(keys[0]), full.ask(keys[0])
             assert answer.value == pytest.approx(expected.value, rel=1e-6)
-            assert answer.missing == rows and some[keys[-2]] == 7.0
+            assert answer.missing == rows and database[keys[-2]] == 7.0
         assert len(past) == rows and past.ask(keys[0]).missing == rows
         with pytest.raises(DtypeError, match="type of values: number"):
             D.add(keys[:1] + 1, ["text"])
@@ -212,8 +214,8 @@ def test_whatever_stands_for_a_missing_number_is_missing(cells):
 
 def test_a_masked_number_makes_its_vector_missing():
     cells = np.ma.array([[1, 2], [3, 99], [5, 6]], np.float32, mask=[[0, 0], [0, 1], [0, 0]])
-    for given in (cells, list(cells), cells.astype(int)):
-        D = Database(["a", "b", "c"], given)
+    for column in (cells, list(cells), cells.astype(int)):
+        D = Database(["a", "b", "c"], column)
         np.testing.assert_array_equal(D.attend("a", weighting="average"), [3, 4])
     assert Database(["a", "b", "c"], cells)["a"].dtype == np.float32
     with pytest.raises(ArgumentError, match=r"key 1 .* NaN"):

@@ -67,9 +67,9 @@ def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
     chosen = view.encoder.default_score(len(D)) if score is None else scores.resolve(score)
     alpha = qkv.weights(view.encoder.encode_query([query]).astype(np.float64), key, score=chosen)
     value = alpha @ np.arange(len(gone), len(TITLES))
-    how = {} if score is None else {"score": score}
-    np.testing.assert_allclose(D.ask(query, **how).weights, alpha[0], rtol=2e-4, atol=1e-7)
-    np.testing.assert_allclose(D.attend(query, **how), value, rtol=1e-4)
+    options = {} if score is None else {"score": score}
+    np.testing.assert_allclose(D.ask(query, **options).weights, alpha[0], rtol=2e-4, atol=1e-7)
+    np.testing.assert_allclose(D.attend(query, **options), value, rtol=1e-4)
 
 
 @pytest.mark.parametrize("softcap", [1e37, 1e300])
@@ -79,11 +79,11 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
     plain, capped = (
         D.ask(
             key[3],
-            score=scores.ScaledDot(softcap=some),
+            score=scores.ScaledDot(softcap=cap),
             weighting=qkv.weightings.Softmax(0.01),
             tolerance=0.5,
         )
-        for some in (None, softcap)
+        for cap in (None, softcap)
     )
     assert (capped.value, capped.error_bound) == (plain.value, plain.error_bound)
 
@@ -91,10 +91,10 @@ def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
 @pytest.mark.parametrize("encoder_name", ["text", "exact"])
 def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, encoder_name):
     encoder, keys, progress = resolve(encoder_name).fit(TITLES), TITLES * 9, []
-    how = quantization.VectorPrecision(is_int8=True)
-    want = encoding.encode_tensors(encoder, keys, how, 0)
+    precision = quantization.VectorPrecision(is_int8=True)
+    want = encoding.encode_tensors(encoder, keys, precision, 0)
     monkeypatch.setattr(encoding, "KEYS_PER_BLOCK", 7)
-    made = encoding.encode_keys(encoder, keys, how, 0, lambda *at: progress.append(at))
+    made = encoding.encode_keys(encoder, keys, precision, 0, lambda *at: progress.append(at))
     assert (
         made.keys() == want.keys() and progress == sorted(progress) and progress[-1] == (540, 540)
     )

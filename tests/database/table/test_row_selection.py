@@ -43,11 +43,11 @@ def test_ask_and_attend_use_the_rows_that_pass(precision, limit, tolerance, scor
         for _ in range(2):  # the second call finds the selection
             for bound in (limit, 100):
                 passes = live & (bound > GROUP)
-                how = {"score": score, "where": f"g < {bound}", "tolerance": tolerance}
+                settings = {"score": score, "where": f"g < {bound}", "tolerance": tolerance}
                 want = qkv.attend(query, KEY[passes], VALUE[passes], score=score)
                 alpha = qkv.weights(query, KEY[passes], score=score)
-                np.testing.assert_allclose(database.attend(query, **how), want, **close)
-                for i, answer in enumerate(database.ask(query, **how)):
+                np.testing.assert_allclose(database.attend(query, **settings), want, **close)
+                for i, answer in enumerate(database.ask(query, **settings)):
                     np.testing.assert_allclose(answer.value, want[i], **close)
                     weights = answer.weights
                     assert not weights[~passes[live]].any()
@@ -77,7 +77,7 @@ def test_an_answer_without_a_selected_row():
     passes = np.flatnonzero(GROUP < 10)
     answer = database.ask(KEY[0], where="g < 10", score=scores.ScaledDot())
     other = answer.without(int(passes[1]))
-    rest = np.delete(passes, 1)
-    want = qkv.attend(KEY[:1], KEY[rest], VALUE[rest])[0]
+    remaining = np.delete(passes, 1)
+    want = qkv.attend(KEY[:1], KEY[remaining], VALUE[remaining])[0]
     np.testing.assert_allclose(other.value, want, rtol=1e-5)
-    assert other.total == len(rest)
+    assert other.total == len(remaining)

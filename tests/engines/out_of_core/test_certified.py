@@ -48,7 +48,7 @@ def unproven(engine):
     return "float64 is not precise enough" in engine
 
 
-def made(rng, kind, count=600):
+def random_keys(rng, kind, count=600):
     keys = rng.normal(size=(count, WIDTH))
     if kind == "near ties":
         keys = keys[:1] + 1e-7 * keys
@@ -81,7 +81,7 @@ KINDS = ["plain", "near ties", "all equal", "clusters", "one huge row", "of all 
 )
 def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tolerance, pooled):
     rng = np.random.default_rng(seed)
-    keys = made(rng, kind)
+    keys = random_keys(rng, kind)
     values = np.arange(len(keys), dtype=float) if pooled else [str(i) for i in range(len(keys))]
     D = qkv.Database(keys[:400], values[:400])
     D.add(keys[400:], values[400:])
@@ -92,18 +92,18 @@ def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tole
     else:
         left = np.arange(len(keys))
     query = (keys[3] * rng.uniform(0.5, 2)).astype(np.float32)
-    how = Softmax(temperature)
-    found = D.ask(query, score=score, weighting=how, tolerance=tolerance)
-    true = exact(keys[left], query, score, how)
-    error = 0.5 * np.abs(found.weights - true).sum()
-    assert found.error_bound <= tolerance
-    if unproven(found.engine):
-        same = D.ask(query, score=score, weighting=how)
-        np.testing.assert_array_equal(found.weights, same.weights)
+    weighting = Softmax(temperature)
+    result = D.ask(query, score=score, weighting=weighting, tolerance=tolerance)
+    true = exact(keys[left], query, score, weighting)
+    error = 0.5 * np.abs(result.weights - true).sum()
+    assert result.error_bound <= tolerance
+    if unproven(result.engine):
+        same = D.ask(query, score=score, weighting=weighting)
+        np.testing.assert_array_equal(result.weights, same.weights)
         return
-    assert error <= found.error_bound + 1e-12
+    assert error <= result.error_bound + 1e-12
     if pooled:
-        assert abs(found.value - true @ left) <= len(keys) * (found.error_bound + 1e-5)
+        assert abs(result.value - true @ left) <= len(keys) * (result.error_bound + 1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,39 +120,41 @@ def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tole
 def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, width, masked):
     """Rows that are scanned in blocks, some of them read again, others left out."""
     rng = np.random.default_rng(seed)
-    keys, value = made(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
-    kept = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    keys, value = random_keys(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
+    codes = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     allowed = rng.random(600) < 0.8 if masked else None
-    rows = StoredRows(lambda: [RowChunk(keys, value, quantized=kept)], keys.shape, width, allowed)
+    rows = StoredRows(lambda: [RowChunk(keys, value, quantized=codes)], keys.shape, width, allowed)
     query = (keys[[3, 400, 9]] * rng.uniform(0.5, 2, (3, 1))).astype(np.float32)
-    how = Softmax(temperature)
+    weighting = Softmax(temperature)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized, "MAX_CODED_ROWS_PER_BLOCK", 100)
         patch.setattr(certified, "FULL_READ_DIVISOR", 1)
-        found = weigh_rows(rows, query, score=score, weighting=how, tolerance=tolerance)
-    asked = quantized.QuantizedScores(rows, query, score, how)
+        result = weigh_rows(rows, query, score=score, weighting=weighting, tolerance=tolerance)
+    quantized_scores = quantized.QuantizedScores(rows, query, score, weighting)
     # What the one best row may be off by is not what all weights together are.
     delta = (
-        asked.error_factors().multiply_terms(asked.error_terms(kept)[2].stack_terms()).max(axis=1)
+        quantized_scores.error_factors()
+        .multiply_terms(quantized_scores.error_terms(codes)[2].stack_terms())
+        .max(axis=1)
     )
-    errors = np.broadcast_to(found.weight_error, 3)
+    errors = np.broadcast_to(result.weight_error, 3)
     exactly = np.flatnonzero(errors == 0)  # float64 could not prove the tolerance
     if len(exactly):
-        same = weigh_rows(rows, query[exactly], score=score, weighting=how)
-        np.testing.assert_array_equal(found.weights[exactly], same.weights)
-        np.testing.assert_allclose(found.lse[exactly], same.lse)
+        same = weigh_rows(rows, query[exactly], score=score, weighting=weighting)
+        np.testing.assert_array_equal(result.weights[exactly], same.weights)
+        np.testing.assert_allclose(result.lse[exactly], same.lse)
     for i in np.flatnonzero(errors):
-        true = exact(keys, query[i], score, how, allowed)
-        error = 0.5 * np.abs(found.weights[i] - true).sum()
-        assert error <= found.weight_error[i] + 1e-12
-        some = found.weights[i] @ value
-        np.testing.assert_allclose(found.output[i], some / found.weights[i].sum(), atol=1e-5)
+        true = exact(keys, query[i], score, weighting, allowed)
+        error = 0.5 * np.abs(result.weights[i] - true).sum()
+        assert error <= result.weight_error[i] + 1e-12
+        answer = result.weights[i] @ value
+        np.testing.assert_allclose(result.output[i], answer / result.weights[i].sum(), atol=1e-5)
         s = score(query[i].astype(float)[None], keys.astype(float))[0][
             slice(None) if allowed is None else allowed
         ]
-        near = 2 * found.weight_error[i] + 1e-4 * np.abs(s / temperature).max() + 1e-4
-        assert abs(found.lse[i] - np.logaddexp.reduce(s / temperature)) <= near
-        assert abs(found.best_score[i] - s.max()) <= (near + delta[i]) * temperature
+        near = 2 * result.weight_error[i] + 1e-4 * np.abs(s / temperature).max() + 1e-4
+        assert abs(result.lse[i] - np.logaddexp.reduce(s / temperature)) <= near
+        assert abs(result.best_score[i] - s.max()) <= (near + delta[i]) * temperature
     assert (errors <= tolerance).all()
 
 
@@ -166,27 +168,27 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
 )
 def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
     rng = np.random.default_rng(seed)
-    keys = made(rng, kind)
+    keys = random_keys(rng, kind)
     D = qkv.Database(keys, [str(i) for i in range(len(keys))])
-    query = keys[rng.integers(len(keys))] + 0.1 * made(rng, "plain")[0]
-    for how in ["hard"] if k == 1 else [TopK(k)]:
-        found = D.ask(query, score=score, weighting=how, tolerance=0.01)
-        true = exact(keys, query, score, qkv.weightings.resolve(how))
-        assert found.error_bound <= 0.01
-        if unproven(found.engine):
-            same = D.ask(query, score=score, weighting=how)
-            np.testing.assert_array_equal(found.weights, same.weights)
+    query = keys[rng.integers(len(keys))] + 0.1 * random_keys(rng, "plain")[0]
+    for weighting in ["hard"] if k == 1 else [TopK(k)]:
+        result = D.ask(query, score=score, weighting=weighting, tolerance=0.01)
+        true = exact(keys, query, score, qkv.weightings.resolve(weighting))
+        assert result.error_bound <= 0.01
+        if unproven(result.engine):
+            same = D.ask(query, score=score, weighting=weighting)
+            np.testing.assert_array_equal(result.weights, same.weights)
             continue
-        assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound + 1e-12
+        assert 0.5 * np.abs(result.weights - true).sum() <= result.error_bound + 1e-12
         s = np.sort(score(query.astype(float)[None], keys.astype(float))[0])
         tied = s[-k] - s[-k - 1] < 1e-10  # as a cap makes of large scores
-        assert kind == "near ties" or tied or found.error_bound <= 0.01
+        assert kind == "near ties" or tied or result.error_bound <= 0.01
 
 
 def test_what_rounding_alone_takes_of_a_tolerance_leaves_no_row_out(monkeypatch):
     """The search for lighter rows ends where blocks without any weight are never found."""
     monkeypatch.setattr(quantized, "MAX_CODED_ROWS_PER_BLOCK", 100)
-    keys = made(np.random.default_rng(1), "plain")
+    keys = random_keys(np.random.default_rng(1), "plain")
     keys[100:] -= 50 * keys[3]
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2)
@@ -195,8 +197,8 @@ def test_what_rounding_alone_takes_of_a_tolerance_leaves_no_row_out(monkeypatch)
     assert scan.prune_rows(float(scan.error_bound().max_error[0]) + 1e-6, 300) is None
 
 
-def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
-    keys = made(np.random.default_rng(1), "plain", 60)
+def test_a_window_without_keys_next_to_one_that_8_bits_rounded():
+    keys = random_keys(np.random.default_rng(1), "plain", 60)
     score, query = scores.Epanechnikov(8.0), np.stack([keys[0] * 100, keys[0]])
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
@@ -207,14 +209,14 @@ def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
         }
     )
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
-    found = weigh_rows(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
+    result = weigh_rows(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
     true = np.stack([exact(keys, q, score, Normalized()) for q in query])
-    error = 0.5 * np.abs(found.weights - true).sum(axis=1)
-    assert found.weight_error[0] == error[0] == 0 < error[1] <= found.weight_error[1] <= 0.2
+    error = 0.5 * np.abs(result.weights - true).sum(axis=1)
+    assert result.weight_error[0] == error[0] == 0 < error[1] <= result.weight_error[1] <= 0.2
 
 
 def test_a_window_without_keys_changes_nothing_of_another():
-    keys = made(np.random.default_rng(1), "plain", 300)
+    keys = random_keys(np.random.default_rng(1), "plain", 300)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
         {
@@ -225,44 +227,44 @@ def test_a_window_without_keys_changes_nothing_of_another():
     )
     rows = StoredRows(lambda: [RowChunk(code, None, scale=scale, quantized=near)], keys.shape)
     query, score = np.stack([keys[3], keys[3] + 1e3]), scores.Epanechnikov(8.0)
-    for how in (Normalized(), Normalized("uniform")):
-        both = weigh_rows(rows, query, score=score, weighting=how, tolerance=0.2)
-        alone = weigh_rows(rows, query[:1], score=score, weighting=how, tolerance=0.2)
+    for weighting in (Normalized(), Normalized("uniform")):
+        both = weigh_rows(rows, query, score=score, weighting=weighting, tolerance=0.2)
+        alone = weigh_rows(rows, query[:1], score=score, weighting=weighting, tolerance=0.2)
         assert np.array_equal(both.weights[:1], alone.weights)
         assert both.weight_error[0] == alone.weight_error[0] > 0 and both.weight_error[1] == 0
-        assert np.allclose(both.weights[1], how(np.zeros((1, 300)))[0])
+        assert np.allclose(both.weights[1], weighting(np.zeros((1, 300)))[0])
 
 
 def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
     keys = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
     keys[2000] = keys[100]
     D = qkv.Database(keys, [str(i) for i in range(len(keys))])
-    found = D.ask(keys[100], weighting="hard", tolerance=0.01)
-    assert (found.value, found.error_bound) == ("100", 0.0)
-    assert found.rows_read < 100
+    result = D.ask(keys[100], weighting="hard", tolerance=0.01)
+    assert (result.value, result.error_bound) == ("100", 0.0)
+    assert result.rows_read < 100
 
 
-@pytest.mark.parametrize("how", [Softmax(), TopK(3), "hard", Normalized()], ids=str)
-def test_where_no_row_is_allowed_no_row_has_weight(how):
-    keys = made(np.random.default_rng(0), "plain", 60)
+@pytest.mark.parametrize("weighting", [Softmax(), TopK(3), "hard", Normalized()], ids=str)
+def test_where_no_row_is_allowed_no_row_has_weight(weighting):
+    keys = random_keys(np.random.default_rng(0), "plain", 60)
     near, allowed = (
         quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)}),
         np.zeros(60, bool),
     )
     rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2, allowed)
-    score = WINDOWS[0] if isinstance(how, Normalized) else SCORES[0]
-    found = weigh_rows(rows, keys[:2], score=score, weighting=how, tolerance=0.01)
-    assert not found.weights.any() and not found.output.any() and (found.weight_error == 0).all()
+    score = WINDOWS[0] if isinstance(weighting, Normalized) else SCORES[0]
+    result = weigh_rows(rows, keys[:2], score=score, weighting=weighting, tolerance=0.01)
+    assert not result.weights.any() and not result.output.any() and (result.weight_error == 0).all()
 
 
 @pytest.mark.parametrize("score", WINDOWS, ids=lambda s: type(s).__name__)
 def test_windows_under_normalized(score):
-    keys = made(np.random.default_rng(1), "plain")
+    keys = random_keys(np.random.default_rng(1), "plain")
     D = qkv.Database(keys, np.arange(len(keys), dtype=float))
     for query in (keys[0], keys[5] * 0.1, keys[5] * 100):
-        found = D.ask(query, score=score, weighting="normalized", tolerance=0.02)
+        result = D.ask(query, score=score, weighting="normalized", tolerance=0.02)
         true = exact(keys, query, score, Normalized())
-        assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound + 1e-12 <= 0.02
+        assert 0.5 * np.abs(result.weights - true).sum() <= result.error_bound + 1e-12 <= 0.02
 
 
 @pytest.mark.sample(6)
@@ -272,7 +274,7 @@ def test_windows_under_normalized(score):
 def test_rows_at_the_edge_of_a_window_are_those_of_the_exact_answer(size, kind, empty):
     """The bound was 1 for duplicates at the edge, above the tolerance; and where float64 proved
     that one row lies inside, it was 0 though the exact scan in float32 has it outside."""
-    rng, how = np.random.default_rng(7), Normalized(empty)
+    rng, weighting = np.random.default_rng(7), Normalized(empty)
     for seed in range(20):
         key = (size * rng.normal(size=WIDTH)).astype(np.float32)
         keys = np.repeat(key[None], 1 if seed % 2 else 3, axis=0)
@@ -282,27 +284,27 @@ def test_rows_at_the_edge_of_a_window_are_those_of_the_exact_answer(size, kind, 
         query[0] += np.float32(size) * (seed <= 2)
         far = np.linalg.norm(query.astype(float) - key.astype(float))
         for width in (far, far * (1 + 1e-8), far * (1 - 1e-8), np.nextafter(far, np.inf)):
-            given = {"score": kind(float(width)), "weighting": how, "where": "g == 'a'"}
-            found, true = (D.ask(query, **given, tolerance=t) for t in (0.5, None))
-            error = 0.5 * np.abs(found.weights - true.weights).sum()
-            assert error <= found.error_bound + 1e-6 and found.error_bound <= 0.5
-            out = [D.attend(query, **given, tolerance=t) for t in (0.5, None)]
-            np.testing.assert_allclose(*out, atol=found.error_bound * len(keys) + 1e-5)
+            options = {"score": kind(float(width)), "weighting": weighting, "where": "g == 'a'"}
+            result, true = (D.ask(query, **options, tolerance=t) for t in (0.5, None))
+            error = 0.5 * np.abs(result.weights - true.weights).sum()
+            assert error <= result.error_bound + 1e-6 and result.error_bound <= 0.5
+            out = [D.attend(query, **options, tolerance=t) for t in (0.5, None)]
+            np.testing.assert_allclose(*out, atol=result.error_bound * len(keys) + 1e-5)
 
 
 def test_a_query_at_the_edge_changes_nothing_of_another():
-    keys = made(np.random.default_rng(1), "plain", 300)
+    keys = random_keys(np.random.default_rng(1), "plain", 300)
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows = StoredRows(lambda: [RowChunk(keys, keys[:, :2], quantized=near)], keys.shape, 2)
     query = keys[[3, 4]].copy()
     query[1] += 20
     far = np.linalg.norm(query[1].astype(float) - keys.astype(float), axis=1)
-    how = {"score": scores.Boxcar(float(far.min())), "weighting": Normalized()}
-    both = weigh_rows(rows, query, **how, tolerance=0.1)
-    alone = weigh_rows(rows, query[:1], **how, tolerance=0.1)
-    edge = weigh_rows(rows, query[1:], **how)
-    due = np.concatenate([alone.weights, edge.weights])
-    np.testing.assert_allclose(both.weights, due, rtol=1e-6)
+    options = {"score": scores.Boxcar(float(far.min())), "weighting": Normalized()}
+    both = weigh_rows(rows, query, **options, tolerance=0.1)
+    alone = weigh_rows(rows, query[:1], **options, tolerance=0.1)
+    edge = weigh_rows(rows, query[1:], **options)
+    expected = np.concatenate([alone.weights, edge.weights])
+    np.testing.assert_allclose(both.weights, expected, rtol=1e-6)
     np.testing.assert_allclose(both.output, np.concatenate([alone.output, edge.output]), rtol=1e-6)
     assert 0 == both.weight_error[1] < both.weight_error[0] <= 0.1
     assert both.bound is not None and both.rows_read == 300
@@ -317,7 +319,7 @@ def test_random_cases_keep_their_bounds(first):
 
 def test_conditions_and_missing_values_are_left_out():
     rng = np.random.default_rng(2)
-    keys = made(rng, "plain", 500)
+    keys = random_keys(rng, "plain", 500)
     values = [None if i % 7 == 0 else float(i) for i in range(500)]
     D = qkv.Database.from_columns(
         {"key": keys, "value": values, "group": [i % 3 for i in range(500)]},
@@ -326,14 +328,18 @@ def test_conditions_and_missing_values_are_left_out():
     )
     has = np.array([x is not None for x in values])
     for where, passed in ((None, has), ("group == 1", has & (np.arange(500) % 3 == 1))):
-        for how in ("softmax", "hard", TopK(5)):
-            found = D.ask(keys[9], where=where, weighting=how, tolerance=0.05)
+        for weighting in ("softmax", "hard", TopK(5)):
+            result = D.ask(keys[9], where=where, weighting=weighting, tolerance=0.05)
             true = exact(
-                keys, keys[9], D.encoder.default_score(500), qkv.weightings.resolve(how), passed
+                keys,
+                keys[9],
+                D.encoder.default_score(500),
+                qkv.weightings.resolve(weighting),
+                passed,
             )
-            error = 0.5 * np.abs(found.weights - true).sum()
-            assert error <= found.error_bound + 1e-12 <= 0.05
-            assert found.missing == (has.size - has.sum() if where is None else 24)
+            error = 0.5 * np.abs(result.weights - true).sum()
+            assert error <= result.error_bound + 1e-12 <= 0.05
+            assert result.missing == (has.size - has.sum() if where is None else 24)
 
 
 def test_a_flat_query_reads_no_row_and_a_sharp_one_few(tmp_path):
@@ -348,9 +354,9 @@ def test_a_flat_query_reads_no_row_and_a_sharp_one_few(tmp_path):
             flat = D.ask(keys[0], score=scores.ScaledDot(2.0), tolerance=0.01)
             sharp = D.ask(keys[0], score=scores.ScaledDot(60.0), tolerance=0.01)
             assert flat.rows_read == 0 and sharp.rows_read < 200
-            for found, scale in ((flat, 2.0), (sharp, 60.0)):
+            for result, scale in ((flat, 2.0), (sharp, 60.0)):
                 true = exact(keys, keys[0], scores.ScaledDot(scale), Softmax())
-                assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.01
+                assert 0.5 * np.abs(result.weights - true).sum() <= result.error_bound <= 0.01
             D.compact()
         # The bound by each row alone would be many times as wide.
         assert flat.error_bound < 0.005
@@ -365,14 +371,14 @@ def test_a_query_that_is_almost_flat_reads_few_rows_too():
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
     near = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     rows = StoredRows(lambda: [RowChunk(keys, quantized=near)], keys.shape)
-    query, how = keys[:2][:, ::-1].copy(), Softmax(1 / 8)
-    found = weigh_rows(rows, query, score=scores.Dot(), weighting=how, tolerance=0.01)
-    true = np.stack([exact(keys, q, scores.Dot(), how) for q in query])
-    error = 0.5 * np.abs(found.weights - true).sum(axis=1)
+    query, weighting = keys[:2][:, ::-1].copy(), Softmax(1 / 8)
+    result = weigh_rows(rows, query, score=scores.Dot(), weighting=weighting, tolerance=0.01)
+    true = np.stack([exact(keys, q, scores.Dot(), weighting) for q in query])
+    error = 0.5 * np.abs(result.weights - true).sum(axis=1)
     assert (
-        error <= found.weight_error
-    ).all() and found.weight_error.max() <= 0.01 <= 20 * error.max()
-    assert 0 < found.rows_read < len(keys) / certified.FULL_READ_DIVISOR
+        error <= result.weight_error
+    ).all() and result.weight_error.max() <= 0.01 <= 20 * error.max()
+    assert 0 < result.rows_read < len(keys) / certified.FULL_READ_DIVISOR
 
 
 def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
@@ -400,14 +406,14 @@ def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
         D.remove(keys[5])
         left = np.delete(np.arange(9000), 5)
         score = scores.ScaledDot(2.0)
-        found = D.ask(keys[9], score=score, tolerance=0.01)
+        result = D.ask(keys[9], score=score, tolerance=0.01)
         assert len(advised) > 3 and {"near", "near.bounds", "near.block"} == advised[0][0]
         windows = [before for names, _, before in advised if "near" in names]
         assert windows == [0, *range(len(windows) - 1)]
         assert progress[len(windows) - 1] == (8999, 8999)
         assert not any("code" in names for names, *_ in advised)
         true = exact(keys[left], keys[9], score, Softmax())
-        assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.01
+        assert 0.5 * np.abs(result.weights - true).sum() <= result.error_bound <= 0.01
         near = D.ask(keys[9], score=score)
         assert any("code" in names for names, *_ in advised)
         np.testing.assert_allclose(near.weights, true, atol=1e-6)
@@ -416,7 +422,7 @@ def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
 
 def test_attend_is_exact_where_a_gradient_is_wanted():
     torch = pytest.importorskip("torch")
-    keys = made(np.random.default_rng(4), "plain")
+    keys = random_keys(np.random.default_rng(4), "plain")
     D = qkv.Database(keys, keys)
     query = torch.tensor(keys[:2], requires_grad=True)
     out = D.attend(query, tolerance=0.1)
@@ -428,10 +434,14 @@ def test_attend_is_exact_where_a_gradient_is_wanted():
 
 
 def test_other_scores_and_weightings_are_exact():
-    keys = made(np.random.default_rng(5), "plain", 100)
+    keys = random_keys(np.random.default_rng(5), "plain", 100)
     D = qkv.Database(keys, np.arange(100.0))
-    for how in ({"score": "laplace"}, {"weighting": "sparsemax"}, {"score": lambda q, k: q @ k.T}):
-        near, true = (D.ask(keys[0], **how, tolerance=t) for t in (0.1, None))
+    for options in (
+        {"score": "laplace"},
+        {"weighting": "sparsemax"},
+        {"score": lambda q, k: q @ k.T},
+    ):
+        near, true = (D.ask(keys[0], **options, tolerance=t) for t in (0.1, None))
         assert (near.error_bound, near.rows_read) == (0.0, 100)
         np.testing.assert_array_equal(near.weights, true.weights)
 
@@ -445,11 +455,11 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
         assert D[keys[7]] == "7" and D.info()["vectors"] == f"64 {precision}"
         assert D.ask(keys[7], weighting="hard").value == "7"
         score = scores.ScaledDot(0.3)
-        found = D.ask(keys[7], score=score, tolerance=0.2)
+        result = D.ask(keys[7], score=score, tolerance=0.2)
         np.testing.assert_allclose(next(iter(D)), keys[0], atol=0.02)
         if precision != "float16":  # whose rounding is not stored
             true = exact(keys, keys[7], score, Softmax())
-            assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.2
+            assert 0.5 * np.abs(result.weights - true).sum() <= result.error_bound <= 0.2
         if precision == "int8":
             with pytest.raises(CombinationError, match="cannot be proven"):
                 D.ask(keys[7], score=scores.ScaledDot(0.3), tolerance=1e-6)
@@ -463,7 +473,7 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
 
 
 @pytest.mark.parametrize(
-    ("size", "score", "how"),
+    ("size", "score", "weighting"),
     [
         (1e30, scores.Gaussian(100.0), Softmax()),
         (1e37, scores.Gaussian(10.0), TopK(5)),
@@ -473,24 +483,24 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
         (1.0, scores.Dot(), Softmax(1e-300)),
     ],
 )
-def test_scores_that_float32_does_not_hold(size, score, how):
+def test_scores_that_float32_does_not_hold(size, score, weighting):
     """The right row wins, and what is not proven is not said to be."""
     keys = (size * np.eye(WIDTH) * np.linspace(1, 2, WIDTH)[:, None]).astype(np.float32)
     for precision in (None, "int8"):
         D = qkv.Database(keys, np.arange(WIDTH) * 1.0, precision=precision)
-        assert D.ask(keys[-1], score=score, weighting=how).weights[-1] > 0.03
+        assert D.ask(keys[-1], score=score, weighting=weighting).weights[-1] > 0.03
         try:
-            found = D.ask(keys[-1], score=score, weighting=how, tolerance=0.01)
+            result = D.ask(keys[-1], score=score, weighting=weighting, tolerance=0.01)
         except CombinationError as error:
             assert precision == "int8" and "cannot be proven" in str(error)
             continue
-        assert found.weights[-1] > 0.03 or found.error_bound > 0.9
-        if found.error_bound == 0:
-            np.testing.assert_allclose(found.weights.sum(), 1)
+        assert result.weights[-1] > 0.03 or result.error_bound > 0.9
+        if result.error_bound == 0:
+            np.testing.assert_allclose(result.weights.sum(), 1)
 
 
 @pytest.mark.parametrize(
-    ("score", "how", "tolerance"),
+    ("score", "weighting", "tolerance"),
     [
         ("scaled_dot", "softmax", 0),
         ("scaled_dot", "sparsemax", 0.5),
@@ -498,29 +508,31 @@ def test_scores_that_float32_does_not_hold(size, score, how):
         ("laplace", "softmax", 0.5),
     ],
 )
-def test_keys_in_8_bits_prove_nothing_where_there_is_no_bound(score, how, tolerance):
+def test_keys_in_8_bits_prove_nothing_where_there_is_no_bound(score, weighting, tolerance):
     keys = np.random.default_rng(3).normal(size=(300, 64)).astype(np.float32)
     D = qkv.Database(keys, keys[:, :2], precision="int8")
-    for asked in (D.ask, D.attend):
+    for method in (D.ask, D.attend):
         with pytest.raises(CombinationError, match=r"proven.*8 bits"):
-            asked(keys[7], score=score, weighting=how, tolerance=tolerance)
-    assert D.ask(keys[7], score=score, weighting=how).error_bound == 0  # as its codes say
+            method(keys[7], score=score, weighting=weighting, tolerance=tolerance)
+    assert D.ask(keys[7], score=score, weighting=weighting).error_bound == 0  # as its codes say
     D = qkv.Database(keys, keys[:, :2])
-    found = D.ask(keys[7], score=score, weighting=how, tolerance=tolerance)
-    assert found.error_bound < 1e-9
-    found = D.attend(keys[7], score=score, weighting=how, tolerance=tolerance)
-    np.testing.assert_allclose(found, D.attend(keys[7], score=score, weighting=how), rtol=1e-5)
+    result = D.ask(keys[7], score=score, weighting=weighting, tolerance=tolerance)
+    assert result.error_bound < 1e-9
+    result = D.attend(keys[7], score=score, weighting=weighting, tolerance=tolerance)
+    np.testing.assert_allclose(
+        result, D.attend(keys[7], score=score, weighting=weighting), rtol=1e-5
+    )
 
 
 def test_a_tolerance_of_0_that_float64_cannot_prove_gives_the_exact_answer_and_says_why():
     keys = np.random.default_rng(3).normal(size=(50, 64))
     keys[:, 0] += 1e13
     D = qkv.Database(keys.astype(np.float32), np.arange(50.0))
-    found = D.ask(keys.mean(0), score="cosine", weighting="hard", tolerance=0)
-    assert found.error_bound == 0 and found.rows_read == 50
-    assert "exactly: float64 is not precise enough to prove an error of at most 0" in found.engine
+    result = D.ask(keys.mean(0), score="cosine", weighting="hard", tolerance=0)
+    assert result.error_bound == 0 and result.rows_read == 50
+    assert "exactly: float64 is not precise enough to prove an error of at most 0" in result.engine
     exactly = D.ask(keys.mean(0), score="cosine", weighting="hard")
-    np.testing.assert_array_equal(found.weights, exactly.weights)
+    np.testing.assert_array_equal(result.weights, exactly.weights)
 
 
 @pytest.mark.parametrize("precision", [None, "int8"])
@@ -528,8 +540,8 @@ def test_a_tolerance_of_1_is_no_leave_to_overflow(precision):
     keys = (1e15 * np.random.default_rng(1).normal(size=(3, 32))).astype(np.float32)
     D = qkv.Database(keys, keys[:, :2], precision=precision)
     for score in (scores.Gaussian(0.001), scores.ScaledDot(1e10)):
-        found = D.ask(1000 * keys[0], score=score, tolerance=1.0)
-        assert found.weights.tolist() == [1, 0, 0]
+        result = D.ask(1000 * keys[0], score=score, tolerance=1.0)
+        assert result.weights.tolist() == [1, 0, 0]
         out = D.attend(1000 * keys[0], score=score, tolerance=2.0)
         np.testing.assert_allclose(out, keys[0, :2], rtol=1e-6)
 
@@ -537,16 +549,16 @@ def test_a_tolerance_of_1_is_no_leave_to_overflow(precision):
 def test_what_float32_rounds_to_nothing_is_no_tie():
     keys = (3e-45 * np.arange(1, 33)[:, None] * np.ones(WIDTH)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(32)], precision="int8")
-    for how in ("hard", TopK(3)):
+    for weighting in ("hard", TopK(3)):
         with pytest.raises(CombinationError, match="cannot be proven"):
-            D.ask(keys[-1], score=scores.ScaledDot(30.0), weighting=how, tolerance=1e-4)
+            D.ask(keys[-1], score=scores.ScaledDot(30.0), weighting=weighting, tolerance=1e-4)
     D = qkv.Database(keys, [str(i) for i in range(32)])
-    found = D.ask(keys[-1], score=scores.ScaledDot(30.0), weighting="hard", tolerance=1e-4)
-    assert (found.value, found.error_bound) == ("31", 0)
+    result = D.ask(keys[-1], score=scores.ScaledDot(30.0), weighting="hard", tolerance=1e-4)
+    assert (result.value, result.error_bound) == ("31", 0)
 
 
 def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
-    keys = (made(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
+    keys = (random_keys(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
         {
@@ -564,7 +576,7 @@ def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
 
 def test_a_weight_of_almost_1_is_rounded_too():
     rng = np.random.default_rng(4)
-    keys = made(rng, "plain")
+    keys = random_keys(rng, "plain")
     keys[7] *= 3
     code, scale = quantization.quantize_int8(keys)
     near = quantization.read_codes(
@@ -577,18 +589,18 @@ def test_a_weight_of_almost_1_is_rounded_too():
     rows = StoredRows(lambda: [RowChunk(code, scale=scale, quantized=near)], keys.shape)
     for size in np.linspace(0.1, 0.3, 40):
         query = (size * keys[7:8]).astype(np.float32)
-        found = weigh_rows(rows, query, score=scores.Dot(), weighting=Softmax(), tolerance=0.5)
+        result = weigh_rows(rows, query, score=scores.Dot(), weighting=Softmax(), tolerance=0.5)
         true = exact(keys, query[0], scores.Dot(), Softmax())
-        assert 0.5 * np.abs(found.weights - true).sum() <= found.weight_error[0]
+        assert 0.5 * np.abs(result.weights - true).sum() <= result.weight_error[0]
 
 
 def test_few_rows_that_all_count():
     rng = np.random.default_rng(581532)
     keys = rng.normal(size=(900, WIDTH))[rng.integers(0, 7, 900)].astype(np.float32)
     D = qkv.Database(keys, np.arange(900.0))
-    found = D.ask(0 * keys[0], score=scores.Gaussian(1.0), weighting=Softmax(1e-3), tolerance=0.2)
+    result = D.ask(0 * keys[0], score=scores.Gaussian(1.0), weighting=Softmax(1e-3), tolerance=0.2)
     true = exact(keys, 0 * keys[0], scores.Gaussian(1.0), Softmax(1e-3))
-    assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.2
+    assert 0.5 * np.abs(result.weights - true).sum() <= result.error_bound <= 0.2
 
 
 def test_what_is_not_known_is_no_bound():
@@ -600,9 +612,9 @@ def test_what_8_bits_have_lost_is_reported_for_narrow_keys_too():
     keys = np.random.default_rng(1).normal(size=(500, 8)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(500)], precision="int8")
     query = 4 * keys[0]
-    found = D.ask(query, score="dot", tolerance=0.5)
+    result = D.ask(query, score="dot", tolerance=0.5)
     true = exact(keys, query, scores.Dot(), Softmax())
-    assert 1e-3 < 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.5
+    assert 1e-3 < 0.5 * np.abs(result.weights - true).sum() <= result.error_bound <= 0.5
 
 
 def test_keys_in_8_bits_are_encoded_anew_and_learned_from_as_what_they_were(tmp_path):
@@ -612,8 +624,8 @@ def test_keys_in_8_bits_are_encoded_anew_and_learned_from_as_what_they_were(tmp_
         D.remove(keys[:5])
         query, true = keys[7] / 8, exact(keys[5:], keys[7] / 8, scores.Dot(), Softmax())
         for _ in range(2):
-            found = D.ask(query, score="dot", tolerance=0.5)
-            assert 1e-5 < 0.5 * np.abs(found.weights - true).sum() <= found.error_bound
+            result = D.ask(query, score="dot", tolerance=0.5)
+            assert 1e-5 < 0.5 * np.abs(result.weights - true).sum() <= result.error_bound
             with pytest.raises(CombinationError, match="cannot be proven"):
                 D.ask(query, score="dot", tolerance=1e-4)
             D.encode()
@@ -666,11 +678,11 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
     nu.append(np.zeros(3))
     mu.append(np.exp(rng.uniform(-3, 1, 3)))
     order = rng.permutation(len(parts))
-    whole = parts[order[0]]
+    full = parts[order[0]]
     for i in order[1:]:
-        whole = whole.merge(parts[i])
+        full = full.merge(parts[i])
     p, q = (np.concatenate(x) for x in (nu, mu))
-    assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= whole.max_error[0] <= 1
+    assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= full.max_error[0] <= 1
 
 
 def test_a_bound_that_is_no_number_is_no_bound():
@@ -686,21 +698,21 @@ def test_a_bound_that_is_no_number_is_no_bound():
 )
 def test_codes_bound_what_they_have_lost(dtype, unit):
     rng = np.random.default_rng(8)
-    keys = (made(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
+    keys = (random_keys(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
     keys[::7] = (1e-25 * keys[::7].astype(float)).astype(dtype)
-    found = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
+    result = quantization.read_codes({"code": keys, **quantization.quantize_with_bounds(keys, 0)})
     code, scale = quantization.quantize_int8(keys)  # which a store keeps with the same bounds
-    assert (code == found.code).all() and (scale == found.scale).all()
-    left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
-    assert (np.linalg.norm(left, axis=1) <= found.residual).all()
-    np.testing.assert_allclose(found.norm, np.linalg.norm(keys.astype(float), axis=1), rtol=6e-8)
+    assert (code == result.code).all() and (scale == result.scale).all()
+    left = keys.astype(float) - result.code * result.scale[:, None].astype(float)
+    assert (np.linalg.norm(left, axis=1) <= result.residual).all()
+    np.testing.assert_allclose(result.norm, np.linalg.norm(keys.astype(float), axis=1), rtol=6e-8)
     phi = rng.normal(size=(20, WIDTH))
-    for mark in np.unique(found.block):
-        some = found.block == mark
-        together = ((phi @ left[some].T) ** 2).sum(axis=1)
-        spread = float(found.block_spread[some][0])
+    for mark in np.unique(result.block):
+        in_block = result.block == mark
+        together = ((phi @ left[in_block].T) ** 2).sum(axis=1)
+        spread = float(result.block_spread[in_block][0])
         assert (together <= spread**2 * (phi**2).sum(axis=1)).all()
-        assert spread <= 1.06 * np.linalg.norm(left[some], 2)
+        assert spread <= 1.06 * np.linalg.norm(left[in_block], 2)
 
 
 @pytest.mark.parametrize("kernel", [None, "_torch_kernel", "_simsimd_kernel"])
@@ -709,8 +721,8 @@ def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
         pytest.importorskip("torch")
     if kernel == "_simsimd_kernel":
         pytest.importorskip("simsimd")
-    found = kernel and getattr(int8, kernel)
-    monkeypatch.setattr(int8, "_choose_kernel", lambda n: found)
+    result = kernel and getattr(int8, kernel)
+    monkeypatch.setattr(int8, "_choose_kernel", lambda n: result)
     monkeypatch.setattr(int8, "CODES_PER_TORCH_CALL", 300 * 48)
     rng = np.random.default_rng(9)
     query = rng.normal(size=(3, 48))
@@ -726,19 +738,19 @@ def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
 def test_a_score_that_codes_do_not_bound_is_exact_and_says_so():
     keys = np.random.default_rng(3).normal(size=(300, WIDTH)).astype(np.float32)
     score = scores.Additive(np.eye(WIDTH), np.eye(WIDTH), np.ones(WIDTH))
-    found = qkv.Database(keys, keys[:, :2]).ask(keys[0], score=score, tolerance=0.01)
-    np.testing.assert_allclose(found.weights, exact(keys, keys[0], score, Softmax()), atol=1e-5)
-    assert found.error_bound == 0 and found.rows_read == 300
-    assert "Additive is not linear in the key, so 8-bit codes give no bound" in found.engine
+    result = qkv.Database(keys, keys[:, :2]).ask(keys[0], score=score, tolerance=0.01)
+    np.testing.assert_allclose(result.weights, exact(keys, keys[0], score, Softmax()), atol=1e-5)
+    assert result.error_bound == 0 and result.rows_read == 300
+    assert "Additive is not linear in the key, so 8-bit codes give no bound" in result.engine
 
 
 def test_many_queries_are_attended_some_at_a_time(monkeypatch):
     keys = np.random.default_rng(3).normal(size=(900, WIDTH)).astype(np.float32)
-    D, how = qkv.Database(keys, keys[:, :2]), {"score": scores.ScaledDot(2.0)}
-    whole = D.attend(keys[:7], tolerance=0.01, **how)
+    D, options = qkv.Database(keys, keys[:, :2]), {"score": scores.ScaledDot(2.0)}
+    full = D.attend(keys[:7], tolerance=0.01, **options)
     monkeypatch.setattr(certified, "MAX_WEIGHTS_PER_BATCH", 2 * 900)
-    np.testing.assert_allclose(D.attend(keys[:7], tolerance=0.01, **how), whole, atol=0.1)
-    assert D.attend(keys[:0], tolerance=0.01, **how).shape == (0, 2)
+    np.testing.assert_allclose(D.attend(keys[:7], tolerance=0.01, **options), full, atol=0.1)
+    assert D.attend(keys[:0], tolerance=0.01, **options).shape == (0, 2)
 
 
 def test_what_means_nothing_is_refused():

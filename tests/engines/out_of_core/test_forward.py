@@ -35,12 +35,12 @@ ALONG = rng.normal(size=(4, 3))
 
 def read():
     for start in range(0, ROWS, 250):
-        some = slice(start, start + 250)
-        yield RowChunk(KEY[some], VALUE[some], LIVE[some] if start else None)
+        part = slice(start, start + 250)
+        yield RowChunk(KEY[part], VALUE[part], LIVE[part] if start else None)
 
 
-def stored(**how):
-    return StoredRows(read, (int(LIVE.sum()), D), 3, **how)
+def store_rows(**options):
+    return StoredRows(read, (int(LIVE.sum()), D), 3, **options)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Squares(Weighting):
     def weights(self, s, live, k):
         return qkv.frameworks.get_framework(s).fill_unless(s * s / 8.0, live)
 
-    def block_weights(self, s, live, k, found):
+    def block_weights(self, s, live, k, result):
         return self.weights(s, live, k)
 
-    def score_gradient(self, s, weight, along, centre, found):
+    def score_gradient(self, s, weight, along, centre, result):
         return along * s / 4.0
 
 
@@ -85,8 +85,8 @@ WEIGHTINGS = {
 CASES = [
     (score, weighting)
     for score in SCORES
-    for weighting, how in WEIGHTINGS.items()
-    if score == "epanechnikov" or not how.needs_nonnegative
+    for weighting, resolved_weighting in WEIGHTINGS.items()
+    if score == "epanechnikov" or not resolved_weighting.needs_nonnegative
     if score in ("dot", "epanechnikov") or weighting in ("softmax", "top3", "straight_through")
 ]
 FEW = [("multiplicative", "softmax"), ("dot", "top3"), ("epanechnikov", "nearest_if_empty")]
@@ -94,7 +94,7 @@ cases = pytest.mark.parametrize(("score", "weighting"), CASES)
 each_allowed = pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "some"])
 
 
-def small(monkeypatch):
+def use_small_blocks(monkeypatch):
     """Cuts that do not divide what is stored, and more than one span of queries."""
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 64))
     monkeypatch.setattr(engine, "MAX_CACHED_SCORES", 256)
@@ -102,11 +102,11 @@ def small(monkeypatch):
 
 def dense(q, make, score, weighting, allowed):
     mask = None if allowed is None else make(allowed[None])
-    how = {"score": score, "weighting": weighting, "mask": mask, "engine": "dense"}
-    return qkv.attend(q, make(KEY[LIVE]), make(VALUE[LIVE]), return_weights=True, **how)
+    options = {"score": score, "weighting": weighting, "mask": mask, "engine": "dense"}
+    return qkv.attend(q, make(KEY[LIVE]), make(VALUE[LIVE]), return_weights=True, **options)
 
 
-def slopes(fw, loss, arrays):
+def compute_gradients(fw, loss, arrays):
     if fw.name != "jax":
         return fw.compute_gradients(loss, arrays)
     import jax
@@ -126,14 +126,16 @@ def slopes(fw, loss, arrays):
 @cases
 def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
     if fw.name == "torch":
-        small(monkeypatch)
+        use_small_blocks(monkeypatch)
     make, held = SCORES[score]
-    how = WEIGHTINGS[weighting]
+    resolved_weighting = WEIGHTINGS[weighting]
     arrays = [fw.make_array(x) for x in (QUERY, *held)]
-    found = []
+    actual = []
     for attend in (
-        lambda q, s: attention.attend_rows(stored(allowed=allowed), q, score=s, weighting=how),
-        lambda q, s: dense(q, fw.make_array, s, how, allowed)[0],
+        lambda q, s: attention.attend_rows(
+            store_rows(allowed=allowed), q, score=s, weighting=resolved_weighting
+        ),
+        lambda q, s: dense(q, fw.make_array, s, resolved_weighting, allowed)[0],
     ):
 
         def loss(q, *held, attend=attend):
@@ -141,9 +143,9 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
             xp = qkv.frameworks.get_framework(out).xp
             return xp.sum(out * fw.make_array(ALONG)) + xp.sum(q) * 0.0  # some have no backward
 
-        found.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])
-        found[-1] += slopes(fw, loss, arrays)
-    for got, want in zip(*found, strict=True):
+        actual.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])
+        actual[-1] += compute_gradients(fw, loss, arrays)
+    for got, want in zip(*actual, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
@@ -153,7 +155,7 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
 def test_scores_that_are_held_give_the_same_gradient(score, weighting, allowed, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(streaming, "block_size", lambda call: (4, 64))
-    how, found, left = WEIGHTINGS[weighting], [], []
+    resolved_weighting, actual, left = WEIGHTINGS[weighting], [], []
     leave = streaming.SavedScores.take_blocks
     monkeypatch.setattr(
         streaming.SavedScores, "take_blocks", lambda self: left.append(1) or leave(self)
@@ -161,15 +163,19 @@ def test_scores_that_are_held_give_the_same_gradient(score, weighting, allowed, 
     for most in (2**25, 0):
         monkeypatch.setattr(engines_read, "MAX_SAVED_SCORES", most)
         q = torch.tensor(QUERY, requires_grad=True)
-        out = attention.attend_rows(stored(allowed=allowed), q, score=score, weighting=how)
+        out = attention.attend_rows(
+            store_rows(allowed=allowed), q, score=score, weighting=resolved_weighting
+        )
         for _ in range(2):  # the saved arrays serve a second backward too
             out.backward(torch.tensor(ALONG), retain_graph=True)
-        found.append(None if q.grad is None else q.grad.numpy())
+        actual.append(None if q.grad is None else q.grad.numpy())
     linear = not isinstance(score, scores.Cosine)
-    assert len(left) == (linear and how.is_differentiable and weighting != "cubed")
+    assert len(left) == (linear and resolved_weighting.is_differentiable and weighting != "cubed")
     q = torch.tensor(QUERY, requires_grad=True)
-    (2 * dense(q, torch.tensor, score, how, allowed)[0] * torch.tensor(ALONG)).sum().backward()
-    for got in found:
+    (
+        2 * dense(q, torch.tensor, score, resolved_weighting, allowed)[0] * torch.tensor(ALONG)
+    ).sum().backward()
+    for got in actual:
         want = np.zeros_like(QUERY) if q.grad is None else q.grad
         got = np.zeros_like(QUERY) if got is None else got
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
@@ -188,12 +194,15 @@ def test_a_score_that_only_inherits_from_a_product_is_scored_as_it_is():
 @pytest.mark.parametrize("apart", [False, True])
 @cases
 def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch):
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     make, held = SCORES[score]
-    how, s = WEIGHTINGS[weighting], make(*held)
-    out, alpha = dense(QUERY, np.asarray, s, how, allowed)
+    options, s = WEIGHTINGS[weighting], make(*held)
+    out, alpha = dense(QUERY, np.asarray, s, options, allowed)
     got = attention.weigh_rows(
-        stored(allowed=allowed, reads_chunks_separately=apart), QUERY, score=s, weighting=how
+        store_rows(allowed=allowed, reads_chunks_separately=apart),
+        QUERY,
+        score=s,
+        weighting=options,
     )
     np.testing.assert_allclose(got.output, out, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(got.weights, alpha, rtol=1e-9, atol=1e-11)
@@ -201,17 +210,17 @@ def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch)
         mass = np.abs(alpha) / np.abs(alpha).sum(axis=1, keepdims=True)
         entropy = -np.where(mass > 0, mass * np.log(mass), 0).sum(axis=1)
     np.testing.assert_allclose(engine.get_entropy(got), entropy, atol=1e-9)
-    assert (got.lse is not None) == how.has_lse
-    if how.has_lse:
+    assert (got.lse is not None) == options.has_lse
+    if options.has_lse:
         mask = None if allowed is None else allowed[None]
-        how = {"score": s, "weighting": how, "mask": mask, "return_lse": True}
-        _, lse = qkv.attend(QUERY, KEY[LIVE], VALUE[LIVE], engine="dense", **how)
+        options = {"score": s, "weighting": options, "mask": mask, "return_lse": True}
+        _, lse = qkv.attend(QUERY, KEY[LIVE], VALUE[LIVE], engine="dense", **options)
         np.testing.assert_allclose(got.lse, lse, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     key = KEY.astype(dtype)
     key[:250] *= np.array(1e15 if dtype == "float32" else 1e150, dtype)  # whose squares overflow
     key[300], key[301], key[302:] = 0, key[301] * 1e-10, key[302:] * 1e-5
@@ -221,14 +230,14 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
     for _ in range(2):
         got = engine.score_rows(rows, query, scores.Cosine(0.3))
         np.testing.assert_allclose(got, want, atol=4e-6 if dtype == "float32" else 1e-14)
-    (kept,) = rows.key_terms_cache.arrays.values()
-    assert (kept[:250] == key_terms.UNUSABLE).all() and np.isfinite(kept[350:]).all()
+    (terms,) = rows.key_terms_cache.arrays.values()
+    assert (terms[:250] == key_terms.UNUSABLE).all() and np.isfinite(terms[350:]).all()
 
 
 @pytest.mark.parametrize("fw", ["numpy", *WITH_GRADIENTS], ids=lambda fw: getattr(fw, "name", fw))
 def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
     """attend normalized all keys again in every call: 14 times the time of ask."""
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     key = np.array(KEY)
     key[:250] *= 1e150  # no terms, because the squares overflow
     key[300] = 0
@@ -245,8 +254,8 @@ def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
     query, temperature = make(QUERY), make(np.array(0.3))
 
     def attend(query, temperature):
-        how = {"score": scores.Cosine(temperature), "weighting": "softmax"}
-        return attention.attend_rows(rows, query, **how)
+        options = {"score": scores.Cosine(temperature), "weighting": "softmax"}
+        return attention.attend_rows(rows, query, **options)
 
     with np.errstate(over="ignore"):
         want = qkv.attend(QUERY, key, VALUE, score=scores.Cosine(0.3), engine="dense")
@@ -265,7 +274,7 @@ def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
         score = scores.Cosine(t)
         return qkv.attend(q, make(key), make(VALUE), score=score, engine="dense")
 
-    got, want = (slopes(fw, loss(x), [query, temperature]) for x in (attend, dense))
+    got, want = (compute_gradients(fw, loss(x), [query, temperature]) for x in (attend, dense))
     for one, two in zip(got, want, strict=True):
         np.testing.assert_allclose(to_numpy(one), to_numpy(two), rtol=1e-8, atol=1e-10)
 
@@ -282,19 +291,19 @@ def test_the_terms_of_keys_have_the_precision_of_the_query():
 
 
 def test_what_means_nothing_is_refused():
-    how = {"score": "dot", "weighting": "normalized"}
+    options = {"score": "dot", "weighting": "normalized"}
     for function in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(CombinationError, match="can be negative"):
-            function(stored(), QUERY, **how)
+            function(store_rows(), QUERY, **options)
         strict = {"score": "boxcar", "weighting": weightings.Normalized("raise")}
         with pytest.raises(ArgumentError, match="have no key within"):
-            function(stored(), QUERY, **strict)
+            function(store_rows(), QUERY, **strict)
 
 
 def test_a_trace_cannot_read():
     jax = pytest.importorskip("jax")
     with pytest.raises(FrameworkError, match="outside jit"):
-        jax.jit(lambda q: attention.attend_rows(stored(), q, score="dot", weighting="softmax"))(
+        jax.jit(lambda q: attention.attend_rows(store_rows(), q, score="dot", weighting="softmax"))(
             QUERY
         )
 
@@ -321,9 +330,9 @@ def test_how_often_the_rows_are_read(weighting, forth):
 
     def counted():
         reads.append(0)
-        for some in read():
+        for block in read():
             reads[-1] += 1
-            yield some
+            yield block
 
     q = torch.tensor(QUERY, requires_grad=True)
     rows = StoredRows(counted, (int(LIVE.sum()), D), 3)
@@ -341,14 +350,14 @@ def test_how_often_the_rows_are_read(weighting, forth):
 def test_second_derivatives():
     torch = pytest.importorskip("torch")
     q = torch.tensor(QUERY[:2], requires_grad=True)
-    for rows in (stored(), stored(allowed=ALLOWED)):
+    for rows in (store_rows(), store_rows(allowed=ALLOWED)):
         assert torch.autograd.gradgradcheck(
             lambda q, rows=rows: attention.attend_rows(rows, q, score="dot", weighting="softmax"), q
         )
 
 
 def test_what_lies_apart_is_done_with_before_the_next(monkeypatch):
-    small(monkeypatch)
+    use_small_blocks(monkeypatch)
     done = []
 
     class Watched(scores.Dot, new_formula=True):
@@ -376,7 +385,7 @@ def test_a_value_that_does_not_count_cannot_spoil_the_sum():
     assert np.isnan(engine.pool_values(rows, np.array([[0.5, 0.1, 0.4]]), mean=False)[0]).all()
     for function in (
         attention.attend_rows,
-        lambda *a, **how: attention.weigh_rows(*a, **how).output,
+        lambda *a, **options: attention.weigh_rows(*a, **options).output,
     ):
         rows = StoredRows(rows.read_chunks, (3, 1), 1, np.array([True, False, True]))
         out = function(rows, np.zeros((1, 1)), score="dot", weighting="softmax")
@@ -396,25 +405,27 @@ def test_the_sum_keeps_the_values_digits():
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15"])
 def test_every_row_ruled_out_gives_nought(weighting):
     torch = pytest.importorskip("torch")
-    rows = stored(allowed=np.zeros(int(LIVE.sum()), bool))
+    rows = store_rows(allowed=np.zeros(int(LIVE.sum()), bool))
     q = torch.tensor(QUERY, requires_grad=True)
     out = attention.attend_rows(rows, q, score="dot", weighting=weighting)
     assert (out == 0).all()
     out.sum().backward()
     assert q.grad is None or (q.grad == 0).all()
-    found = attention.weigh_rows(rows, QUERY, score="dot", weighting=weighting)
+    result = attention.weigh_rows(rows, QUERY, score="dot", weighting=weighting)
     assert (
-        not found.weights.any() and not found.output.any() and not engine.get_entropy(found).any()
+        not result.weights.any()
+        and not result.output.any()
+        and not engine.get_entropy(result).any()
     )
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15", "average"])
 def test_no_queries(weighting):
-    how = {"score": "dot", "weighting": weighting}
-    assert attention.attend_rows(stored(), QUERY[:0], **how).shape == (0, 3)
-    assert attention.attend_rows(stored(allowed=ALLOWED), QUERY[:0], **how).shape == (0, 3)
-    found = attention.weigh_rows(stored(), QUERY[:0], **how)
-    assert found.output.shape == (0, 3) and found.weights.shape == (0, int(LIVE.sum()))
+    options = {"score": "dot", "weighting": weighting}
+    assert attention.attend_rows(store_rows(), QUERY[:0], **options).shape == (0, 3)
+    assert attention.attend_rows(store_rows(allowed=ALLOWED), QUERY[:0], **options).shape == (0, 3)
+    result = attention.weigh_rows(store_rows(), QUERY[:0], **options)
+    assert result.output.shape == (0, 3) and result.weights.shape == (0, int(LIVE.sum()))
 
 
 def test_a_function_s_own_array_has_its_gradient():
@@ -428,7 +439,7 @@ def test_a_function_s_own_array_has_its_gradient():
     got, want = (
         torch.autograd.grad((out * torch.tensor(ALONG)).sum(), w)[0]
         for out in (
-            attention.attend_rows(stored(), q, score=score, weighting="softmax"),
+            attention.attend_rows(store_rows(), q, score=score, weighting="softmax"),
             qkv.attend(q, k, v, score=score, engine="dense"),
         )
     )
@@ -439,15 +450,15 @@ def test_a_function_s_own_array_has_its_gradient():
 @pytest.mark.parametrize("allowed", [None, np.array([True, False, True])])
 def test_scores_that_float64_does_not_hold_are_refused_as_by_attend(weighting, allowed):
     # They were answered as if there were nothing to look at.
-    key, how = np.array([[1.0], [2.0], [3.0]]), {"weighting": weighting}
+    key, options = np.array([[1.0], [2.0], [3.0]]), {"weighting": weighting}
     rows = StoredRows(lambda: [RowChunk(key, 10 * key)], (3, 1), 1, allowed)
     near, far = np.array([[3.0]]), np.array([[2.2]])
-    how["score"] = scores.Gaussian(1e-160)
-    assert attention.attend_rows(rows, near, **how).tolist() == [[30.0]]
-    assert attention.weigh_rows(rows, near, **how).weights.tolist() == [[0.0, 0.0, 1.0]]
+    options["score"] = scores.Gaussian(1e-160)
+    assert attention.attend_rows(rows, near, **options).tolist() == [[30.0]]
+    assert attention.weigh_rows(rows, near, **options).weights.tolist() == [[0.0, 0.0, 1.0]]
     for function in (attention.attend_rows, attention.weigh_rows):
         with pytest.raises(ArgumentError, match="overflow float64"):
-            function(rows, far, **how)
+            function(rows, far, **options)
     none = StoredRows(lambda: [RowChunk(key, key)], (3, 1), 1, np.zeros(3, bool))
-    assert attention.attend_rows(none, far, **how).tolist() == [[0.0]]
-    assert attention.weigh_rows(none, far, **how).weights.tolist() == [[0.0] * 3]
+    assert attention.attend_rows(none, far, **options).tolist() == [[0.0]]
+    assert attention.weigh_rows(none, far, **options).weights.tolist() == [[0.0] * 3]

@@ -45,8 +45,8 @@ def entmax_threshold(s, live, alpha):
     e = 1 / (alpha - 1)
     x = torch.where(live, (alpha - 1) * s.detach(), -math.inf)
     top = x.max(-1, keepdim=True).values
-    some = top > -math.inf
-    lo, hi = torch.where(some, top - 1, 0.0), torch.where(some, top, 0.0)
+    has_keys = top > -math.inf
+    lo, hi = torch.where(has_keys, top - 1, 0.0), torch.where(has_keys, top, 0.0)
     for _ in range(60):
         middle = (lo + hi) / 2
         big = (x - middle).clamp(min=0).pow(e).sum(-1, keepdim=True) > 1
@@ -64,18 +64,18 @@ def topk_threshold(s, live, k):
 def weigh(s, live, weighting, alpha=0.0, row_a=None):
     """α and the log-sum-exp (or its stand-in)"""
     zero = torch.zeros((), dtype=s.dtype, device=s.device)
-    some = live.any(-1, keepdim=True)
+    has_keys = live.any(-1, keepdim=True)
     if weighting == "average":
         count = live.sum(-1, keepdim=True)
         return live / count.clamp(min=1), count[..., 0].to(s.dtype)
     if weighting in ("softmax", "topk"):
         if weighting == "topk":
             live = live & (s.detach() > row_a[..., None])
-            some = live.any(-1, keepdim=True)
+            has_keys = live.any(-1, keepdim=True)
         s = torch.where(live, s, -math.inf)
-        s = torch.where(some, s, zero)
-        lse = torch.where(some[..., 0], s.logsumexp(-1), -math.inf)
-        return torch.where(some, s.softmax(-1), zero), lse
+        s = torch.where(has_keys, s, zero)
+        lse = torch.where(has_keys[..., 0], s.logsumexp(-1), -math.inf)
+        return torch.where(has_keys, s.softmax(-1), zero), lse
     if weighting == "entmax":
         e = 1 / (alpha - 1)
 
@@ -87,7 +87,10 @@ def weigh(s, live, weighting, alpha=0.0, row_a=None):
         t = row_a[..., None]
         lean = e * power(t, e - 1).detach().sum(-1, keepdim=True)
         # A step of Newton, so that the threshold moves with the scores.
-        t = t + (power(t, e).sum(-1, keepdim=True) - 1) / torch.where(lean == 0, 1.0, lean) * some
+        t = (
+            t
+            + (power(t, e).sum(-1, keepdim=True) - 1) / torch.where(lean == 0, 1.0, lean) * has_keys
+        )
         return power(t, e), torch.zeros_like(s[..., 0])
     if weighting == "sigmoid":
         return torch.where(live, s.sigmoid(), zero), torch.zeros_like(s[..., 0])
@@ -100,12 +103,12 @@ def weigh(s, live, weighting, alpha=0.0, row_a=None):
 
 def reference(arrays, *, scale, weighting="softmax", alpha=0.0, row_a=None, row_b=None, **mask):
     """out, lse of float64 copies; `arrays` maps NAMES to arrays."""
-    given = {name: arrays[name].double() for name in arrays}
-    value = given.pop("value")
-    s = scores(scale=scale, **given)
+    inputs = {name: arrays[name].double() for name in arrays}
+    value = inputs.pop("value")
+    s = scores(scale=scale, **inputs)
     live = alive(s.shape, device=s.device, **mask)
     weights, lse = weigh(s, live, weighting, alpha, None if row_a is None else row_a.double())
-    return weights.to(value.dtype) @ shared(value, given["query"]), lse
+    return weights.to(value.dtype) @ shared(value, inputs["query"]), lse
 
 
 def arrays_of(
@@ -135,8 +138,8 @@ def thresholds(arrays, scale, weighting, alpha, k, mask):
     """row_a and row_b of entmax and top-k, as `attend` takes them."""
     if weighting not in ("entmax", "topk"):
         return {}
-    given = {name: x.double() for name, x in arrays.items() if name != "value"}
-    s = scores(scale=scale, **given)
+    inputs = {name: x.double() for name, x in arrays.items() if name != "value"}
+    s = scores(scale=scale, **inputs)
     live = alive(s.shape, device=s.device, **mask)
     if weighting == "entmax":
         return {"row_a": entmax_threshold(s, live, alpha).float()}
@@ -150,24 +153,24 @@ def attend(query, key, value, *, scale, **named):
     from qkv.engines.triton.launching.kernel_call import Numbers
     from qkv.engines.triton.tile_functions.records import Arrays
 
-    rest = {name: named.pop(name) for name in Arrays._fields if name in named}
+    kernel_arrays = {name: named.pop(name) for name in Arrays._fields if name in named}
     numbers = Numbers(scale, **named)._replace(hashed=query.shape[1])
-    return attend_operator.attend(*Arrays(query, key, value, **rest), *numbers)[:2]
+    return attend_operator.attend(*Arrays(query, key, value, **kernel_arrays), *numbers)[:2]
 
 
 def compare(attend, arrays, *, scale=0.3, weighting="softmax", alpha=0.0, k=5, **mask):
     """Largest errors of out, lse and each gradient against the reference, relative to its size."""
     rows = thresholds(arrays, scale, weighting, alpha, k, mask)
-    how = {"scale": scale, "weighting": weighting, "alpha": alpha, **rows, **mask}
+    options = {"scale": scale, "weighting": weighting, "alpha": alpha, **rows, **mask}
     with_lse = weighting in ("softmax", "topk")
     results = []
     for side in ("got", "want"):
-        given = {name: x.detach().clone().requires_grad_() for name, x in arrays.items()}
+        inputs = {name: x.detach().clone().requires_grad_() for name, x in arrays.items()}
         if side == "got":
-            out, lse = attend(**given, **how)
+            out, lse = attend(**inputs, **options)
         else:
-            given = {name: x.detach().double().requires_grad_() for name, x in given.items()}
-            out, lse = reference(given, **how)
+            inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+            out, lse = reference(inputs, **options)
         make = torch.Generator(device=out.device).manual_seed(7)
         along = torch.randn(out.shape, generator=make, device=out.device, dtype=torch.float32)
         along = along.to(arrays["value"].dtype).to(out.dtype)
@@ -175,20 +178,20 @@ def compare(attend, arrays, *, scale=0.3, weighting="softmax", alpha=0.0, k=5, *
         if with_lse:
             tilt = torch.randn(lse.shape, generator=make, device=out.device, dtype=torch.float32)
             loss = loss + (torch.where(lse > -math.inf, lse, 0.0) * tilt).sum()
-        grads = torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
-        found = {"out": out, "lse": lse} | {
+        grads = torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
+        actual = {"out": out, "lse": lse} | {
             "d_" + name: torch.zeros_like(x) if g is None else g
-            for (name, x), g in zip(given.items(), grads, strict=True)
+            for (name, x), g in zip(inputs.items(), grads, strict=True)
         }
-        results.append({name: x.detach() for name, x in found.items()})
+        results.append({name: x.detach() for name, x in actual.items()})
     got, want = results
     errors = {}
     for name, x in want.items():
-        mine = got[name].double()
-        same = mine == x  # infinities
-        if not torch.isfinite(mine[~same]).all():
+        ours = got[name].double()
+        same = ours == x  # infinities
+        if not torch.isfinite(ours[~same]).all():
             errors[name] = math.inf
             continue
         size = x[torch.isfinite(x)].abs().max().clamp(min=1e-3) if x.numel() else 1.0
-        errors[name] = float((torch.where(same, 0.0, (mine - x).abs()) / size).max())
+        errors[name] = float((torch.where(same, 0.0, (ours - x).abs()) / size).max())
     return errors

@@ -17,7 +17,7 @@ LANGUAGE = SimpleNamespace(
 )  # fmt: skip
 
 
-def run_source(source: str, *given: object) -> torch.Tensor:
+def run_source(source: str, *args: object) -> torch.Tensor:
     """Return f(*given) of a source that defines f."""
     names = {
         "tl": LANGUAGE,
@@ -26,4 +26,4 @@ def run_source(source: str, *given: object) -> torch.Tensor:
         "F": SimpleNamespace(FAST=False),
     }
     exec(source, names)
-    return names["f"](*given)  # type: ignore[operator]
+    return names["f"](*args)  # type: ignore[operator]

@@ -52,27 +52,29 @@ def formula(a, b, v, value, lower=None, upper=None, lengths=None):
     b, value = torch.where(seen, b, 0.0), torch.where(seen, value, 0.0)
     s = (torch.tanh(a[:, :, :, None] + b[:, :, None]) * v).sum(-1)
     s = torch.where(live, s, -INFINITY)
-    some = live.any(-1, keepdim=True)
-    weights = torch.softmax(torch.where(some, s, 0.0), -1) * live
-    lse = torch.where(some[..., 0], torch.logsumexp(torch.where(some, s, 0.0), -1), -INFINITY)
+    has_keys = live.any(-1, keepdim=True)
+    weights = torch.softmax(torch.where(has_keys, s, 0.0), -1) * live
+    lse = torch.where(
+        has_keys[..., 0], torch.logsumexp(torch.where(has_keys, s, 0.0), -1), -INFINITY
+    )
     return weights @ value, lse
 
 
-def gradients(run, given, *rest, lse_too=True):
+def gradients(run, inputs, *rest, lse_too=True):
     torch.manual_seed(7)
-    given = [x.detach().clone().requires_grad_() for x in given]
-    out, lse = run(*given, *rest)
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out, lse = run(*inputs, *rest)
     loss = (out.double() * torch.randn(out.shape, dtype=torch.float64).to(DEVICE)).sum()
     u = torch.randn(lse.shape, dtype=torch.float64).to(DEVICE)
     if lse_too:
         loss = loss + torch.where(lse == -INFINITY, 0.0, lse.double() * u).sum()
-    return out, lse, *torch.autograd.grad(loss, given)
+    return out, lse, *torch.autograd.grad(loss, inputs)
 
 
-def agree(run, given, *rest, rtol=2e-5, lse_too=True):
+def check_gradients(run, inputs, *rest, rtol=2e-5, lse_too=True):
     """Output, log-sum-exp and every gradient, each as far off as its largest number allows."""
-    got = gradients(run, given, *rest, lse_too=lse_too)
-    want = gradients(formula, [x.double() for x in given], *rest, lse_too=lse_too)
+    got = gradients(run, inputs, *rest, lse_too=lse_too)
+    want = gradients(formula, [x.double() for x in inputs], *rest, lse_too=lse_too)
     for one, two in zip(got, want, strict=True):
         assert torch.equal(torch.isinf(one), torch.isinf(two))
         one, two = (torch.where(torch.isinf(x), 0.0, x.double()) for x in (one, two))
@@ -97,7 +99,7 @@ LENGTHS = torch.tensor([29, 0], dtype=torch.int32, device=DEVICE)
     ],
 )
 def test_values_and_gradients(shape, rest):
-    agree(attend_exactly, arrays(**shape), *rest)
+    check_gradients(attend_exactly, arrays(**shape), *rest)
 
 
 @pytest.mark.parametrize("scale", [8.0, 60.0])
@@ -106,7 +108,7 @@ def test_large_numbers(scale):
     a, b, v, value = arrays(scale=1.0)
     a[:, :, 3] *= scale
     b[:, :, ::2] *= scale
-    agree(attend_exactly, [a, b, v, value], None, 2, None)
+    check_gradients(attend_exactly, [a, b, v, value], None, 2, None)
 
 
 def test_infinite_numbers_are_saturated():
@@ -119,17 +121,17 @@ def test_infinite_numbers_are_saturated():
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
 def test_sixteen_bits(dtype, rtol):
-    agree(attend_exactly, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
+    check_gradients(attend_exactly, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
 
 
 def test_without_a_gradient_of_the_logarithm():
-    agree(attend_exactly, arrays(), lse_too=False)
+    check_gradients(attend_exactly, arrays(), lse_too=False)
 
 
 def test_the_gradient_of_the_logarithm_alone():
-    given = [x.requires_grad_() for x in arrays()]
-    exact_given = [x.detach().double().requires_grad_() for x in given]
-    got = torch.autograd.grad(attend_exactly(*given)[1].sum(), given)
+    inputs = [x.requires_grad_() for x in arrays()]
+    exact_given = [x.detach().double().requires_grad_() for x in inputs]
+    got = torch.autograd.grad(attend_exactly(*inputs)[1].sum(), inputs)
     want = torch.autograd.grad(formula(*exact_given)[1].sum(), exact_given[:3])
     for one, two in zip(got[:3], want, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=1e-5)
@@ -138,23 +140,23 @@ def test_the_gradient_of_the_logarithm_alone():
 
 def test_nothing_comes_from_behind_a_mask():
     """NaN in keys and values that no query may look at, and in a query that may look at nothing."""
-    rest = (-3, 0, torch.tensor([30], dtype=torch.int32, device=DEVICE))
+    numbers = (-3, 0, torch.tensor([30], dtype=torch.int32, device=DEVICE))
     clean = arrays(n=40)
     spoiled = [x.clone() for x in clean]
     spoiled[1][:, :, 30:], spoiled[3][:, :, 30:] = float("nan"), INFINITY
     spoiled[0][:, :, 34:] = float("nan")
     for one, two in zip(
-        gradients(attend_exactly, spoiled, *rest),
-        gradients(attend_exactly, clean, *rest),
+        gradients(attend_exactly, spoiled, *numbers),
+        gradients(attend_exactly, clean, *numbers),
         strict=True,
     ):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
 
 def test_a_value_that_is_not_finite_spoils_its_readers_alone():
-    given = arrays()
-    given[3][0, 0, 10, 2] = INFINITY
-    out, _ = attend_exactly(*given, None, 0, None)
+    inputs = arrays()
+    inputs[3][0, 0, 10, 2] = INFINITY
+    out, _ = attend_exactly(*inputs, None, 0, None)
     spoiled = torch.zeros_like(out, dtype=torch.bool)
     spoiled[0, 0, 10:, 2] = True
     assert torch.equal(torch.isnan(out), spoiled)
@@ -170,14 +172,14 @@ def test_no_queries_and_no_keys():
 
 
 def test_the_gradient_is_the_same_each_time():
-    given = arrays(heads=2)
+    inputs = arrays(heads=2)
     for one, two in zip(
-        *(gradients(attend_exactly, given, None, 0, None) for _ in range(2)), strict=True
+        *(gradients(attend_exactly, inputs, None, 0, None) for _ in range(2)), strict=True
     ):
         assert torch.equal(one, two)
 
 
-def joined(a, b, v, value, *rest):
+def attend_joined(a, b, v, value, *rest):
     return attend_additive(a, b, v, value, TABLE, GRID, *rest)
 
 
@@ -188,32 +190,34 @@ def joined(a, b, v, value, *rest):
     [pytest.param(0.6, 2e-2, id="by features"), pytest.param(4.0, 4e-3, id="exactly")],
 )
 def test_the_join(scale, rtol, rest):
-    given = arrays(heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
-    within = max(x.abs().max() for x in given[:2]) <= WIDEST
+    inputs = arrays(heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
+    within = max(x.abs().max() for x in inputs[:2]) <= WIDEST
     assert within == (scale < 1)
-    agree(joined, given, *rest, rtol=rtol)
+    check_gradients(attend_joined, inputs, *rest, rtol=rtol)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
-    given = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
-    given[side][0, 0, 3, 2] = 3 * WIDEST
-    for one, two in zip(gradients(joined, given), gradients(attend_exactly, given), strict=True):
+    inputs = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
+    inputs[side][0, 0, 3, 2] = 3 * WIDEST
+    for one, two in zip(
+        gradients(attend_joined, inputs), gradients(attend_exactly, inputs), strict=True
+    ):
         assert torch.equal(one, two)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("scale", [0.6, 4.0])
 def test_the_join_goes_back_in_pieces(scale, monkeypatch):
-    given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
-    want = gradients(joined, given, None, 5, LENGTHS)
-    a, b = given[:2]
+    inputs = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
+    want = gradients(attend_joined, inputs, None, 5, LENGTHS)
+    a, b = inputs[:2]
     each = 4 * TANH_FUNCTION_PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
     for held, pieces in {1: 4, 2: 2, 3: 2, 4: 1, 100: 1}.items():
         monkeypatch.setattr(additive, "MAX_FEATURE_BYTES", held * each + 1)
         assert len(additive._split_pieces(a, b, TANH_FUNCTION_PAIRS)) == pieces
-        got = gradients(joined, given, None, 5, LENGTHS)
+        got = gradients(attend_joined, inputs, None, 5, LENGTHS)
         for one, two in zip(got[2:], want[2:], strict=True):
             atol = 0 if scale > 1 else 1e-3 * two.abs().max().item()
             torch.testing.assert_close(one, two, rtol=0, atol=atol)
@@ -221,40 +225,40 @@ def test_the_join_goes_back_in_pieces(scale, monkeypatch):
 
 @pytest.mark.parametrize(("n", "m", "b"), [(0, 3, 1), (3, 0, 1), (3, 3, 0)])
 def test_the_join_of_nothing(n, m, b):
-    given = arrays(b=b, n=n, m=m, h=4, dtype=torch.float16)
-    for x in gradients(joined, given)[2:]:
+    inputs = arrays(b=b, n=n, m=m, h=4, dtype=torch.float16)
+    for x in gradients(attend_joined, inputs)[2:]:
         assert not x.any()
 
 
 def test_the_join_has_no_second_derivative():
-    given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)]
-    (first,) = torch.autograd.grad(joined(*given)[0].sum(), given[:1], create_graph=True)
+    inputs = [x.requires_grad_() for x in arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)]
+    (first,) = torch.autograd.grad(attend_joined(*inputs)[0].sum(), inputs[:1], create_graph=True)
     with pytest.raises(EngineError, match="no second derivatives"):
         first.sum().backward()
 
 
 def test_the_join_takes_float32_exactly():
-    given = arrays()
-    assert torch.equal(joined(*given)[0], attend_exactly(*given)[0])
+    inputs = arrays()
+    assert torch.equal(attend_joined(*inputs)[0], attend_exactly(*inputs)[0])
 
 
 def test_the_join_has_a_gradient_of_the_logarithm_alone():
-    given = [x.requires_grad_() for x in arrays(dtype=torch.float16, scale=0.6)]
-    want = [x.detach().double().requires_grad_() for x in given]
-    got = torch.autograd.grad(joined(*given)[1].sum(), given[:3])
+    inputs = [x.requires_grad_() for x in arrays(dtype=torch.float16, scale=0.6)]
+    want = [x.detach().double().requires_grad_() for x in inputs]
+    got = torch.autograd.grad(attend_joined(*inputs)[1].sum(), inputs[:3])
     for one, two in zip(got, torch.autograd.grad(formula(*want)[1].sum(), want[:3]), strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-2 * two.abs().max().item())
 
 
 def test_the_operators_pass_opcheck():
-    given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
-    torch.library.opcheck(additive._additive.node, (*given, None, None, None, 0, None, None))
+    inputs = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
+    torch.library.opcheck(additive._additive.node, (*inputs, None, None, None, 0, None, None))
 
 
 def test_torch_compile_sees_through():
-    given = arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)
-    compiled = torch.compile(joined, backend="aot_eager", fullgraph=True)
-    for one, two in zip(gradients(compiled, given), gradients(joined, given), strict=True):
+    inputs = arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)
+    compiled = torch.compile(attend_joined, backend="aot_eager", fullgraph=True)
+    for one, two in zip(gradients(compiled, inputs), gradients(attend_joined, inputs), strict=True):
         assert torch.equal(one, two)
 
 

@@ -36,34 +36,34 @@ def features_grad(dphi, dpsi, moved_a, moved_b, known):
     return into
 
 
-def bent(x):
+def saturate(x):
     return x / (1 + x * x / 25) ** 0.5
 
 
 def polynomials(x, v, rows, key):
     """The features in float64 by the powers of T's definition, differentiable, and what is added
     for each row alone."""
-    z = bent(x) / bent(REACHES[rows])
+    z = saturate(x) / saturate(REACHES[rows])
     y = 2 * z * z - 1
     terms = [torch.ones_like(y), y]
     while len(terms) < SERIES.shape[-1]:
         terms.append(2 * y * terms[-1] - terms[-2])
-    found = [sum(c[:, k] * term for k, term in enumerate(terms)) for c in SERIES[rows].unbind(1)]
+    result = [sum(c[:, k] * term for k, term in enumerate(terms)) for c in SERIES[rows].unbind(1)]
     even, odd, main = (
-        found[:TANH_FUNCTION_PAIRS],
-        [z * f for f in found[TANH_FUNCTION_PAIRS:-1]],
-        z * found[-1],
+        result[:TANH_FUNCTION_PAIRS],
+        [z * f for f in result[TANH_FUNCTION_PAIRS:-1]],
+        z * result[-1],
     )
     both = zip(odd, even, strict=True) if key else zip(even, odd, strict=True)
     columns = torch.stack([f for pair in both for f in pair], -2)
     return (columns * v if key else columns).flatten(-2), (main * v).sum(-1)
 
 
-def fitted(a, b, v):
+def fit_table_units(a, b, v):
     return fit_units(unit_ranges(a, b), v, TABLE, GRID)
 
 
-def some(*shape, scale=1.0, dtype=torch.float32):
+def random_tensor(*shape, scale=1.0, dtype=torch.float32):
     x = (torch.rand(shape, device=DEVICE) * 2 - 1) * scale
     return x.to(dtype)
 
@@ -88,13 +88,13 @@ def first_rows(*arrays):
 )
 @pytest.mark.parametrize("h", [5, 131])
 def test_each_unit_has_the_first_row_of_the_table_that_reaches(h, reach_a, reach_b, row):
-    a, b = some(2, 7, h, scale=0.05), some(3, h, scale=0.05)
+    a, b = random_tensor(2, 7, h, scale=0.05), random_tensor(3, h, scale=0.05)
     a[1, 3, -2], b[2, -2] = -reach_a, reach_b
-    fit, beyond, _ = fitted(a, b, some(h))
+    fit, beyond, _ = fit_table_units(a, b, random_tensor(h))
     assert beyond.tolist() == [int(row is None)]
     rows = torch.zeros(h, dtype=torch.long, device=DEVICE)
     rows[-2] = LAST if row is None else row
-    torch.testing.assert_close(fit[0], 1 / bent(REACH[rows]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fit[0], 1 / saturate(REACH[rows]), rtol=1e-6, atol=0)
     assert torch.equal(fit[1:], TABLE[rows].reshape(h, -1).mT)
 
 
@@ -104,7 +104,7 @@ def test_each_unit_has_the_first_row_of_the_table_that_reaches(h, reach_a, reach
 @pytest.mark.parametrize("fine", [1.0, 0.125])
 @pytest.mark.parametrize("slopes", [0, 1])
 def test_the_width_is_that_of_the_fewest_pairs_that_are_near_enough(h, least, most, fine, slopes):
-    reach, v = torch.linspace(least, most, h, device=DEVICE), some(h)
+    reach, v = torch.linspace(least, most, h, device=DEVICE), random_tensor(h)
     off = OFF[slopes][torch.searchsorted(REACH, reach)] / fine
     enough = ((off * v.abs()[:, None]).sum(0) <= v.abs().sum()).tolist()
     pairs = enough.index(True) + 1 if True in enough else TANH_FUNCTION_PAIRS
@@ -113,9 +113,9 @@ def test_the_width_is_that_of_the_fewest_pairs_that_are_near_enough(h, least, mo
     assert width.tolist() == [min(-(-2 * h * pairs // 64) * 64, 2 * h * TANH_FUNCTION_PAIRS)]
 
 
-def mixed(*shape, scale):
+def mixed_scale_tensor(*shape, scale):
     """Units of unlike reach, from a tenth of the scale to all of it."""
-    return some(*shape, scale=scale) * torch.linspace(0.1, 1.0, shape[-1], device=DEVICE)
+    return random_tensor(*shape, scale=scale) * torch.linspace(0.1, 1.0, shape[-1], device=DEVICE)
 
 
 @pytest.mark.sample(1)
@@ -128,19 +128,23 @@ def mixed(*shape, scale):
     ],
 )
 def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, scale):
-    a, b, v = mixed(*shape_a, scale=scale), mixed(*shape_b, scale=scale), some(shape_a[-1])
+    a, b, v = (
+        mixed_scale_tensor(*shape_a, scale=scale),
+        mixed_scale_tensor(*shape_b, scale=scale),
+        random_tensor(shape_a[-1]),
+    )
     rows = first_rows(a, b)
     assert len(rows.unique()) > 1
-    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
+    known = FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
     width = int(known.width)
     exact = [x.double().requires_grad_() for x in (a, b, v)]
     sides = [polynomials(x, exact[2], rows, key=x is exact[1]) for x in exact[:2]]
     want = [side[0][..., :width] for side in sides] + [side[1] for side in sides]
-    found = compute_features(known)
-    got = [x[..., :width] for x in found[:2]] + list(found[2:])
+    actual = compute_features(known)
+    got = [x[..., :width] for x in actual[:2]] + list(actual[2:])
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-6 * two.abs().max().item())
-    along = [torch.randn_like(x) for x in found]
+    along = [torch.randn_like(x) for x in actual]
     da, db, parts = features_grad(*along, known)
     cotangents = [x[..., :width].double() for x in along[:2]] + [x.double() for x in along[2:]]
     expected = torch.autograd.grad(want, exact, cotangents)
@@ -159,50 +163,55 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, sca
     ("dtype", "error"), [(torch.float32, TANH_ERROR), (torch.bfloat16, 3 * TANH_ERROR)]
 )
 def test_their_product_is_the_score(dtype, error):
-    a, b = (mixed(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
-    v = some(8)
-    found = compute_features(FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS))
-    assert found[0].dtype == found[1].dtype == dtype
+    a, b = (mixed_scale_tensor(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
+    v = random_tensor(8)
+    actual = compute_features(
+        FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
+    )
+    assert actual[0].dtype == actual[1].dtype == dtype
     want = (torch.tanh(a.double()[:, None] + b.double()[None]) * v.double()).sum(-1)
-    phi, psi, one, two = (x.double() for x in found)
+    phi, psi, one, two = (x.double() for x in actual)
     off = (phi @ psi.mT + one[:, None] + two - want).abs().max()
     assert off < error * v.abs().sum()
 
 
 def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
-    a, b, v = some(4, 6), some(3, 6), some(6)
+    a, b, v = random_tensor(4, 6), random_tensor(3, 6), random_tensor(6)
     b[1, 2] = 2 * WIDEST
-    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
-    found = compute_features(known)
-    along = [torch.ones_like(x) for x in found]
-    for x in (*found, *features_grad(*along, known)):
+    known = FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
+    result = compute_features(known)
+    along = [torch.ones_like(x) for x in result]
+    for x in (*result, *features_grad(*along, known)):
         assert not x.any()
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)])
 def test_no_rows(n, m):
-    a, b, v = some(n, 6), some(m, 6), some(6)
-    known = FeatureInputs(a, b, v, *fitted(a, b, v), TANH_FUNCTION_PAIRS)
-    found = compute_features(known)
-    assert [tuple(x.shape) for x in found] == [
+    a, b, v = random_tensor(n, 6), random_tensor(m, 6), random_tensor(6)
+    known = FeatureInputs(a, b, v, *fit_table_units(a, b, v), TANH_FUNCTION_PAIRS)
+    result = compute_features(known)
+    assert [tuple(x.shape) for x in result] == [
         (n, 12 * TANH_FUNCTION_PAIRS),
         (m, 12 * TANH_FUNCTION_PAIRS),
         (n,),
         (m,),
     ]
-    da, db, parts = features_grad(*found, known)
+    da, db, parts = features_grad(*result, known)
     assert da.shape == a.shape
     assert db.shape == b.shape
     assert parts.sum(0).shape == v.shape
 
 
 def test_arrays_need_not_be_contiguous():
-    a, b, v = some(6, 10), some(6, 7), some(6)
+    a, b, v = random_tensor(6, 10), random_tensor(6, 7), random_tensor(6)
     plain = a.mT.contiguous(), b.mT.contiguous(), v
-    fits = fitted(a.mT, b.mT, v)
+    fits = fit_table_units(a.mT, b.mT, v)
     for one, two in zip(
         (*fits, *compute_features(FeatureInputs(a.mT, b.mT, v, *fits, TANH_FUNCTION_PAIRS))),
-        (*fitted(*plain), *compute_features(FeatureInputs(*plain, *fits, TANH_FUNCTION_PAIRS))),
+        (
+            *fit_table_units(*plain),
+            *compute_features(FeatureInputs(*plain, *fits, TANH_FUNCTION_PAIRS)),
+        ),
         strict=True,
     ):
         assert torch.equal(one, two)

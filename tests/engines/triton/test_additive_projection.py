@@ -22,15 +22,21 @@ def test_values_gradients_and_reach(shape, few, m, h, biased, monkeypatch):
     monkeypatch.setattr(additive_projection, "PROGRAMS_PER_SIDE", 2)  # several tiles per program
     b, heads, n, d = shape
     query = normal(b, n, heads, d).transpose(1, 2)  # as heads lie
-    given = [query, normal(b, few, m, d), normal(h, d), normal(h, d), normal(h) if biased else None]
-    given = [None if x is None else x.requires_grad_() for x in given]
-    assert additive_projection.is_supported(*given)
-    one, two, parts = additive_projection.project_hidden(*given)
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in given]
+    inputs = [
+        query,
+        normal(b, few, m, d),
+        normal(h, d),
+        normal(h, d),
+        normal(h) if biased else None,
+    ]
+    inputs = [None if x is None else x.requires_grad_() for x in inputs]
+    assert additive_projection.is_supported(*inputs)
+    one, two, parts = additive_projection.project_hidden(*inputs)
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
     want = wide[0] @ wide[2].mT + (wide[4] if biased else 0.0), wide[1] @ wide[3].mT
     torch.manual_seed(0)
     along = [torch.randn_like(x) for x in (one, two)]
-    learned = [x for x in given if x is not None]
+    learned = [x for x in inputs if x is not None]
     got = torch.autograd.grad((one, two), learned, along)
     exact = torch.autograd.grad(
         want, [x for x in wide if x is not None], [x.double() for x in along]
@@ -42,17 +48,17 @@ def test_values_gradients_and_reach(shape, few, m, h, biased, monkeypatch):
 
 
 def test_what_is_not_finite_reaches_beyond_all():
-    given = [normal(1, 1, 4, 8), normal(1, 1, 4, 8), normal(3, 8), normal(3, 8), normal(3)]
-    given[1][0, 0, 2, 1] = float("nan")
-    assert additive_projection.project_hidden(*given)[2].amax(0).isinf().all()
+    inputs = [normal(1, 1, 4, 8), normal(1, 1, 4, 8), normal(3, 8), normal(3, 8), normal(3)]
+    inputs[1][0, 0, 2, 1] = float("nan")
+    assert additive_projection.project_hidden(*inputs)[2].amax(0).isinf().all()
 
 
 def test_it_knows_rows_of_16_bits_and_of_one_width():
-    given = [normal(1, 1, 4, 8), normal(1, 1, 4, 8), normal(3, 8), normal(3, 8), None]
-    assert additive_projection.is_supported(*given)
-    assert not additive_projection.is_supported(*[None if x is None else x.float() for x in given])
-    assert not additive_projection.is_supported(given[0], given[1], given[2], None, None)
-    assert not additive_projection.is_supported(given[0][0], *given[1:])
+    inputs = [normal(1, 1, 4, 8), normal(1, 1, 4, 8), normal(3, 8), normal(3, 8), None]
+    assert additive_projection.is_supported(*inputs)
+    assert not additive_projection.is_supported(*[None if x is None else x.float() for x in inputs])
+    assert not additive_projection.is_supported(inputs[0], inputs[1], inputs[2], None, None)
+    assert not additive_projection.is_supported(inputs[0][0], *inputs[1:])
     assert not additive_projection.is_supported(
-        given[0], normal(1, 1, 4, 6), given[2], normal(3, 6), None
+        inputs[0], normal(1, 1, 4, 6), inputs[2], normal(3, 6), None
     )

@@ -17,7 +17,7 @@ import triton.language as tl
 from qkv.engines.triton import attend_operator, nan_repair
 from qkv.engines.triton.backward import backward
 from qkv.engines.triton.call_arrays import KERNEL_WEIGHTINGS
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import LOG2E, Numbers
 from qkv.engines.triton.pair_functions import tile_lists
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -25,7 +25,7 @@ from qkv.engines.triton.tile_functions.records import Arrays
 # NumPy, which plays the device, warns of what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-SMALL = launch.Tile(16, 16, 16, 4, 2, 2)
+SMALL = tile_choice.Tile(16, 16, 16, 4, 2, 2)
 LAYOUT = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 0]], dtype=torch.bool)
 MASKS = {
     "open": {},
@@ -61,7 +61,7 @@ SHAPE = {"h": 2, "hk": 1, "n": 21, "m": 37}
 def battery():
     """Every weighting with every mask; widths, bias, gate and batches take turns."""
     parts = [{}, {"bias": True}, {"gate": True}, {"bias": True, "gate": True}]
-    for i, (weighting, how) in enumerate(WEIGHTINGS.items()):
+    for i, (weighting, options) in enumerate(WEIGHTINGS.items()):
         for j, (mask, rule) in enumerate(MASKS.items()):
             if mask in RARE and weighting not in ("softmax", "average", "entmax15"):
                 continue
@@ -69,17 +69,17 @@ def battery():
             extra = parts[(i + j // 2) % 4]
             shape = SHAPE | WIDTHS[width] | extra | {"b": 2 if "lengths" in mask else 1}
             name = f"{weighting}, {mask}, {width}, {'+'.join(extra) or 'plain'}"
-            yield pytest.param(shape, how | rule, id=name)
+            yield pytest.param(shape, options | rule, id=name)
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL)
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL)
     monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 1)
-    monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 64)
-    monkeypatch.setattr(launch, "MAX_BACKWARD_TILE_WIDTH", 64)
+    monkeypatch.setattr(tile_choice, "MAX_FORWARD_TILE_WIDTH", 64)
+    monkeypatch.setattr(tile_choice, "MAX_BACKWARD_TILE_WIDTH", 64)
     monkeypatch.setattr(launch, "count_processors", lambda device: 1)
     if not launch.is_interpreted():
         return
@@ -114,36 +114,38 @@ def dot(plain):
     return product
 
 
-def split(monkeypatch, processors=8):
+def split_loops(monkeypatch, processors=8):
     """Few programs for many processors, so that loops are split."""
     monkeypatch.setattr(launch, "count_processors", lambda device: processors)
 
 
-def agree(shape, how, rtol=2e-5, attend=formulas.attend):
-    arrays = formulas.arrays_of(**shape, positive=how.get("weighting") == "normalized")
-    errors = formulas.compare(attend, arrays, **how)
+def check_attend(shape, options, rtol=2e-5, attend=formulas.attend):
+    arrays = formulas.arrays_of(**shape, positive=options.get("weighting") == "normalized")
+    errors = formulas.compare(attend, arrays, **options)
     assert max(errors.values()) < rtol, errors
 
 
 @pytest.mark.sample(16)
-@pytest.mark.parametrize(("shape", "how"), list(battery()))
-def test_values_and_gradients(shape, how):
-    agree(shape, how)
+@pytest.mark.parametrize(("shape", "options"), list(battery()))
+def test_values_and_gradients(shape, options):
+    check_attend(shape, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weighting", ["softmax", "sigmoid", "entmax15"])
 def test_16_bits(weighting, dtype):
     shape = SHAPE | {"b": 1, "w": 40, "d": 16, "dtype": dtype, "bias": True, "gate": True}
-    agree(shape, WEIGHTINGS[weighting] | {"upper": 3}, rtol=4e-2)
+    check_attend(shape, WEIGHTINGS[weighting] | {"upper": 3}, rtol=4e-2)
 
 
 def test_16_bits_where_the_width_is_chunked():
-    agree(SHAPE | {"b": 1, "w": 80, "d": 16, "dtype": torch.bfloat16}, {"upper": 3}, rtol=4e-2)
+    check_attend(
+        SHAPE | {"b": 1, "w": 80, "d": 16, "dtype": torch.bfloat16}, {"upper": 3}, rtol=4e-2
+    )
 
 
 def test_even_sizes_need_no_mask():
-    agree({"b": 1, "h": 1, "hk": 1, "n": 32, "m": 32, "w": 16, "d": 16}, {})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 32, "m": 32, "w": 16, "d": 16}, {})
 
 
 @pytest.mark.sample(4)
@@ -153,11 +155,11 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
     """As on a device with a copy engine."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
-    wide = w > launch.MAX_FORWARD_TILE_WIDTH
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+    wide = w > tile_choice.MAX_FORWARD_TILE_WIDTH
     shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}
     seen = watch(monkeypatch, "TMA")
-    agree(shape, MASKS[mask])
+    check_attend(shape, MASKS[mask])
     assert seen == {True}
 
 
@@ -165,7 +167,7 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
 def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
     """Values beyond a length count for nothing, whatever they are, and the last key's ∞ does."""
     monkeypatch.setattr(launch, "has_tma", lambda device: copies)
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "pool", SMALL._replace(uses_descriptors=True))
+    monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "pool", SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=2, hk=2, n=21, m=37, w=72, d=8, bias=True)
     lengths = torch.tensor([37, 29], device=formulas.DEVICE)
     query, key, value, bias = arrays.values()
@@ -184,18 +186,20 @@ def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
 @pytest.mark.parametrize(("lead", "upper"), [((1, 1), None), ((2, 4), 3)])
 def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
     """Its tiles on the way to the keys, as they are without; some of its numbers are −∞."""
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "to_keys", SMALL._replace(uses_descriptors=True))
+    monkeypatch.setitem(
+        tile_choice.TILE_OVERRIDES, "to_keys", SMALL._replace(uses_descriptors=True)
+    )
     arrays = formulas.arrays_of(b=2, h=4, hk=2, n=21, m=40)
     pairs = torch.randn(*lead, 21, 40)
     pairs[..., 3, 5:9] = -torch.inf
-    seen, found = watch(monkeypatch, "LAID"), []
+    seen, result = watch(monkeypatch, "LAID"), []
     for copies in (True, False):
         monkeypatch.setattr(launch, "has_tma", lambda device, copies=copies: copies)
-        given = [x.detach().requires_grad_() for x in arrays.values()]
-        out, _ = formulas.attend(*given, scale=0.3, upper=upper, pairs=pairs)
-        found.append(torch.autograd.grad(out.square().sum(), given))
+        inputs = [x.detach().requires_grad_() for x in arrays.values()]
+        out, _ = formulas.attend(*inputs, scale=0.3, upper=upper, pairs=pairs)
+        result.append(torch.autograd.grad(out.square().sum(), inputs))
         assert seen >= {copies}
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -208,29 +212,29 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
     the gradient of the mask, whose heads and batches share it."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     arrays = formulas.arrays_of(b=2, h=2, hk=1, n=32, m=m, dtype=torch.float16)
     pairs = torch.randn(1, 1, 32, m).half()
     pairs[..., torch.rand(32, m) < 0.2] = -math.inf
     pairs[..., 5] = pairs[..., 20] = -math.inf
     pairs[..., 9, :] = -math.inf
-    given = {name: x.double().requires_grad_() for name, x in (arrays | {"pairs": pairs}).items()}
-    s = formulas.scores(scale=0.3, **{x: given[x] for x in given if x not in ("value", "pairs")})
+    inputs = {name: x.double().requires_grad_() for name, x in (arrays | {"pairs": pairs}).items()}
+    s = formulas.scores(scale=0.3, **{x: inputs[x] for x in inputs if x not in ("value", "pairs")})
     live = formulas.alive(s.shape, **band) & (pairs > -math.inf)
-    alpha, lse = formulas.weigh(s + given["pairs"].masked_fill(~live, 0.0), live, "softmax")
+    alpha, lse = formulas.weigh(s + inputs["pairs"].masked_fill(~live, 0.0), live, "softmax")
     along = torch.randn(2, 2, 32, 16).half()
     some = torch.where(lse > -math.inf, lse, 0.0).sum()
-    total = (alpha @ formulas.shared(given["value"], s) * along).sum() + some
-    right = torch.autograd.grad(total, list(given.values()))
+    total = (alpha @ formulas.shared(inputs["value"], s) * along).sum() + some
+    right = torch.autograd.grad(total, list(inputs.values()))
     if spoiled:
         arrays["key"][..., 5, :] = math.nan
         arrays["key"][..., 20, 3] = math.inf
         arrays["value"][..., 20, :] = math.nan
     seen = watch(monkeypatch, "QUICK")
-    mine = {x: y.detach().requires_grad_() for x, y in (arrays | {"pairs": pairs}).items()}
-    out, lse = formulas.attend(**mine, scale=0.3, **band)
+    ours = {x: y.detach().requires_grad_() for x, y in (arrays | {"pairs": pairs}).items()}
+    out, lse = formulas.attend(**ours, scale=0.3, **band)
     total = (out * along).sum() + torch.where(lse > -math.inf, lse, 0.0).sum()
-    for x, y in zip(torch.autograd.grad(total, list(mine.values())), right, strict=True):
+    for x, y in zip(torch.autograd.grad(total, list(ours.values())), right, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=4e-2, atol=2e-2)
     assert True in seen
 
@@ -239,7 +243,7 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
     """Their rows do not follow each other."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "split"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
     formulas.attend(**formulas.arrays_of(**SHAPE | {"b": 1, "w": 72, "d": 8}), scale=0.3)
     assert seen == {False}
@@ -247,9 +251,9 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
 
 @pytest.mark.parametrize(("waves", "most"), [(1, 5), (2, 7)])
 def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     for name in ("pool", "split"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(waves=waves))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(waves=waves))
     seen = watch(monkeypatch, "SPLIT")
     for programs in (most, most + 1):
         formulas.attend(**formulas.arrays_of(b=programs, h=1, hk=1, n=16, m=96), scale=0.3)
@@ -260,9 +264,9 @@ def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
 def test_rows_that_no_descriptor_fits(monkeypatch):
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     seen = watch(monkeypatch, "TMA")
-    agree(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
+    check_attend(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
     assert seen == {False}
 
 
@@ -280,31 +284,31 @@ def watch(monkeypatch, name):
 
 
 def test_one_column():
-    agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 1, "d": 1}, {"upper": 3})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 1, "d": 1}, {"upper": 3})
 
 
 def test_wide_values():
-    agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 16, "d": 300}, {"upper": 3})
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 16, "d": 300}, {"upper": 3})
 
 
 def test_real_widths(monkeypatch):
     monkeypatch.undo()
-    small = launch.Tile(32, 32, 64, 4, 2)
+    small = tile_choice.Tile(32, 32, 64, 4, 2)
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, small)
-    agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, small)
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
 
 
 @pytest.mark.sample(4, always=("[softmax]",))
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_split_over_keys(weighting, monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 3, "m": 150, "w": 16, "d": 5, "gate": True}
-    agree(shape, WEIGHTINGS[weighting] | {"upper": 140})
+    check_attend(shape, WEIGHTINGS[weighting] | {"upper": 140})
 
 
 def test_no_split_of_a_few_tiles(monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 4 * 16)
     seen = watch(monkeypatch, "SPLIT")
     for m in (7 * 16, 8 * 16):
@@ -314,21 +318,21 @@ def test_no_split_of_a_few_tiles(monkeypatch):
 
 
 def test_split_without_groups(monkeypatch):
-    split(monkeypatch)
-    agree({"b": 1, "h": 1, "hk": 1, "n": 1, "m": 96, "w": 16, "d": 16, "bias": True}, {})
+    split_loops(monkeypatch)
+    check_attend({"b": 1, "h": 1, "hk": 1, "n": 1, "m": 96, "w": 16, "d": 16, "bias": True}, {})
 
 
 def test_split_of_a_layout_and_a_wide_score(monkeypatch):
-    split(monkeypatch)
+    split_loops(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 21, "m": 37, "w": 72, "d": 16}
-    agree(shape | {"bias": True, "gate": True}, MASKS["layout"])
+    check_attend(shape | {"bias": True, "gate": True}, MASKS["layout"])
 
 
-@pytest.mark.parametrize("how", [{}, {"weighting": "average"}], ids=str)
-def test_split_over_queries(how, monkeypatch):
-    split(monkeypatch)
+@pytest.mark.parametrize("options", [{}, {"weighting": "average"}], ids=str)
+def test_split_over_queries(options, monkeypatch):
+    split_loops(monkeypatch)
     shape = {"b": 1, "h": 2, "hk": 1, "n": 90, "m": 16, "w": 16, "d": 16, "bias": True}
-    agree(shape, how | {"lower": -80})
+    check_attend(shape, options | {"lower": -80})
 
 
 @pytest.mark.parametrize("scratch_bytes", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
@@ -336,19 +340,21 @@ def test_score_gradients_in_pieces(scratch_bytes, monkeypatch):
     """All at once, two pairs at a time, and one pair 256 keys at a time."""
     monkeypatch.setattr(backward, "MAX_SCRATCH_BYTES", scratch_bytes)
     for name in ("pool", "to_keys"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, launch.Tile(32, 64, 32, 4, 2))
-    agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, tile_choice.Tile(32, 64, 32, 4, 2))
+    check_attend({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("w", [16, 72])
-@pytest.mark.parametrize("wanted", ["query", "key", "value", "gate_query", "gate_key", "key_bias"])
-def test_one_gradient_alone(wanted, w):
+@pytest.mark.parametrize(
+    "expected", ["query", "key", "value", "gate_query", "gate_key", "key_bias"]
+)
+def test_one_gradient_alone(expected, w):
     arrays = formulas.arrays_of(**SHAPE | {"b": 1, "w": w, "d": 16}, bias=True, gate=True)
     every = {name: x.clone().requires_grad_() for name, x in arrays.items()}
-    want = torch.autograd.grad(formulas.reference(every, scale=0.3)[0].sum(), every[wanted])[0]
-    one = arrays | {wanted: arrays[wanted].clone().requires_grad_()}
-    got = torch.autograd.grad(formulas.attend(**one, scale=0.3)[0].sum(), one[wanted])[0]
+    want = torch.autograd.grad(formulas.reference(every, scale=0.3)[0].sum(), every[expected])[0]
+    one = arrays | {expected: arrays[expected].clone().requires_grad_()}
+    got = torch.autograd.grad(formulas.attend(**one, scale=0.3)[0].sum(), one[expected])[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -368,9 +374,9 @@ def test_the_same_twice():
     arrays = formulas.arrays_of(**SHAPE | {"b": 1, "w": 16, "d": 16}, gate=True)
     runs = []
     for _ in range(2):
-        given = {name: x.clone().requires_grad_() for name, x in arrays.items()}
-        out, lse = formulas.attend(**given, scale=0.3, upper=4)
-        runs.append((out, lse, *torch.autograd.grad(out.sum(), tuple(given.values()))))
+        inputs = {name: x.clone().requires_grad_() for name, x in arrays.items()}
+        out, lse = formulas.attend(**inputs, scale=0.3, upper=4)
+        runs.append((out, lse, *torch.autograd.grad(out.sum(), tuple(inputs.values()))))
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
@@ -380,20 +386,20 @@ def test_the_same_twice():
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_nothing_to_look_at(weighting):
     """Output 0, log-sum-exp −∞, gradients 0."""
-    how = WEIGHTINGS[weighting] | {"upper": -5, "lengths": torch.tensor([0, 4])}
+    options = WEIGHTINGS[weighting] | {"upper": -5, "lengths": torch.tensor([0, 4])}
     arrays = formulas.arrays_of(b=2, n=20, m=20, positive=True)
     rows = formulas.thresholds(
-        arrays, 0.3, how.get("weighting"), how.get("alpha"), 5, {"upper": -5}
+        arrays, 0.3, options.get("weighting"), options.get("alpha"), 5, {"upper": -5}
     )
-    given = {name: x.requires_grad_() for name, x in arrays.items()}
-    out, lse = formulas.attend(**given, scale=0.3, **how, **rows)
+    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, lse = formulas.attend(**inputs, scale=0.3, **options, **rows)
     empty = torch.ones(2, 1, 20, dtype=torch.bool)
     empty[1, :, 5:] = False
     empty = empty.expand(2, 2, 20)
     assert (out[empty] == 0).all()
     if weighting in ("softmax", "topk"):
         assert (lse[empty] == -math.inf).all()
-    for grad in torch.autograd.grad(out.sum() + lse[~empty].sum(), tuple(given.values())):
+    for grad in torch.autograd.grad(out.sum() + lse[~empty].sum(), tuple(inputs.values())):
         assert torch.isfinite(grad).all()
         assert (grad[0] == 0).all()
 
@@ -402,12 +408,12 @@ def test_nothing_to_look_at(weighting):
 @pytest.mark.parametrize("weighting", ["softmax", "raw"])
 def test_no_queries_or_no_keys(n, m, weighting):
     arrays = formulas.arrays_of(n=n, m=m)
-    given = {name: x.requires_grad_() for name, x in arrays.items()}
-    out, lse = formulas.attend(**given, scale=0.3, weighting=weighting)
+    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, lse = formulas.attend(**inputs, scale=0.3, weighting=weighting)
     assert out.shape == (2, 2, n, 16)
     assert (out == 0).all()
     assert (lse == (-math.inf if weighting == "softmax" else 0)).all()
-    for grad in torch.autograd.grad(out.sum(), tuple(given.values())):
+    for grad in torch.autograd.grad(out.sum(), tuple(inputs.values())):
         assert (grad == 0).all()
 
 
@@ -422,12 +428,12 @@ def test_what_is_masked_stays_out(where, bad, w):
         shape, rule = ({"n": 20, "m": 12}, {"lower": 5})
     results = []
     for filler in (bad, 0.0):
-        given = formulas.arrays_of(b=1, w=w, gate=True, **shape)
-        given[where][..., 12, :] = filler
-        given = {name: x.requires_grad_() for name, x in given.items()}
-        out, lse = formulas.attend(**given, scale=0.3, **rule)
+        inputs = formulas.arrays_of(b=1, w=w, gate=True, **shape)
+        inputs[where][..., 12, :] = filler
+        inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+        out, lse = formulas.attend(**inputs, scale=0.3, **rule)
         loss = out.sum() + lse[:, :, :7].sum()
-        results.append((out, lse, *torch.autograd.grad(loss, tuple(given.values()))))
+        results.append((out, lse, *torch.autograd.grad(loss, tuple(inputs.values()))))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -438,17 +444,17 @@ def test_what_is_masked_stays_out(where, bad, w):
 def test_what_is_not_a_number_is_not_hidden(where, weighting):
     """Row 12 reaches those that may look at it, and no others."""
     arrays = formulas.arrays_of(b=1, h=1, n=20, m=20, positive=True)
-    how = WEIGHTINGS[weighting]
+    options = WEIGHTINGS[weighting]
     rows = formulas.thresholds(
-        arrays, 0.3, how.get("weighting"), how.get("alpha"), 20, {"upper": 0}
+        arrays, 0.3, options.get("weighting"), options.get("alpha"), 20, {"upper": 0}
     )
-    want = formulas.attend(**arrays, scale=0.3, upper=0, **how, **rows)[0]
+    want = formulas.attend(**arrays, scale=0.3, upper=0, **options, **rows)[0]
     counts = torch.ones(20, dtype=torch.bool)
-    if where == "value" and how.get("weighting") == "entmax":
+    if where == "value" and options.get("weighting") == "entmax":
         s = formulas.scores(arrays["query"], arrays["key"], 0.3)
-        counts = ((how["alpha"] - 1) * s[0, 0, :, 12] - rows["row_a"][0, 0]) > 0
+        counts = ((options["alpha"] - 1) * s[0, 0, :, 12] - rows["row_a"][0, 0]) > 0
     arrays[where][..., 12, :] = math.nan
-    got = formulas.attend(**arrays, scale=0.3, upper=0, **how, **rows)[0]
+    got = formulas.attend(**arrays, scale=0.3, upper=0, **options, **rows)[0]
     spoiled = (torch.arange(20) >= 12) & counts
     assert torch.isnan(got[0, 0, spoiled]).all()
     torch.testing.assert_close(got[0, 0, ~spoiled], want[0, 0, ~spoiled])
@@ -495,11 +501,11 @@ def test_huge_scores(size):
     arrays["key"][:, :, 4:7] = size / 16
     if size < 0:
         arrays["key"][:] = size / 16
-    given = {name: x.requires_grad_() for name, x in arrays.items()}
-    out, _ = formulas.attend(**given, scale=1.0)
+    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, _ = formulas.attend(**inputs, scale=1.0)
     want = arrays["value"][:, :, best].mean(2, keepdim=True).expand(1, 1, 5, 16)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
-    grads = torch.autograd.grad(out.sum(), tuple(given.values()))
+    grads = torch.autograd.grad(out.sum(), tuple(inputs.values()))
     assert all(torch.isfinite(x).all() for x in grads)
     torch.testing.assert_close(
         grads[2][0, 0, best].mean(), torch.tensor(5 / (best.stop - best.start))
@@ -509,15 +515,15 @@ def test_huge_scores(size):
 # The operator in torch
 
 
-def arguments(**how):
+def arguments(**options):
     arrays = formulas.arrays_of(b=1, n=5, m=7, bias=True, gate=True)
     arrays = [x.requires_grad_() for x in arrays.values()]
-    return (*Arrays(*arrays), *Numbers(0.3, **how))
+    return (*Arrays(*arrays), *Numbers(0.3, **options))
 
 
-@pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
-def test_opcheck(how):
-    torch.library.opcheck(attend_operator.attend.node, arguments(**how))
+@pytest.mark.parametrize("options", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
+def test_opcheck(options):
+    torch.library.opcheck(attend_operator.attend.node, arguments(**options))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -574,29 +580,29 @@ def spoiled_by_zero(query, key, value, scale):
 )
 def test_repair(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
-    split(monkeypatch, processors)
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "repair", SMALL)
+    split_loops(monkeypatch, processors)
+    monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "repair", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
-    given = [x.requires_grad_() for x in arrays.values()]
-    query = given[0]
-    out = spoiled_by_zero(*given, 0.3)
+    inputs = [x.requires_grad_() for x in arrays.values()]
+    query = inputs[0]
+    out = spoiled_by_zero(*inputs, 0.3)
     along = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(1))
     dquery = torch.autograd.grad(out, query, along)[0]
-    want, _ = formulas.attend(*given, scale=0.3, upper=0)
-    wanted = torch.autograd.grad(want, query, along)[0]
+    want, _ = formulas.attend(*inputs, scale=0.3, upper=0)
+    expected = torch.autograd.grad(want, query, along)[0]
     sick = torch.zeros(2, h, dtype=torch.bool)
     sick[0, h // hk : 2 * (h // hk)] = True
     assert not torch.isfinite((out if where == "value" else dquery)[sick][:, :20]).all()
     # The rows of heads side by side, as a fused kernel may write them.
     healed = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
     mended = dquery.transpose(1, 2).contiguous().transpose(1, 2)
-    kept = nan_repair.repair_output(healed, *(x.detach() for x in given), scale=0.3)
+    repaired = nan_repair.repair_output(healed, *(x.detach() for x in inputs), scale=0.3)
     strided = along.mT.contiguous().mT
     nan_repair.repair_query_gradient(
-        mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3
+        mended, strided, healed, repaired, *(x.detach() for x in inputs), scale=0.3
     )
-    for got, before, right in ((healed, out.detach(), want), (mended, dquery, wanted)):
+    for got, before, right in ((healed, out.detach(), want), (mended, dquery, expected)):
         assert torch.equal(got[~sick], before[~sick])
         torch.testing.assert_close(got[sick], right[sick].detach(), equal_nan=True)
         assert torch.isfinite(got[sick][:, :20]).all()
@@ -625,15 +631,15 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
 
     seen = []
 
-    def crowded(*given):
-        tile = given[-1]
+    def crowded(*args):
+        tile = args[-1]
         seen.append((tile.rows, tile.cols, tile.stages))
         if tile.cols > 32:
             raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
 
     monkeypatch.setattr(launch, "launch_kernel", crowded)
-    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
-    monkeypatch.setitem(launch.TILE_OVERRIDES, "pool", launch.Tile(128, 128, 64, 8, 3))
+    monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
+    monkeypatch.setitem(tile_choice.TILE_OVERRIDES, "pool", tile_choice.Tile(128, 128, 64, 8, 3))
     arrays = formulas.arrays_of(b=1, n=200, m=200)
     formulas.attend(**arrays, scale=0.3)
     assert seen == [(128, 128, 3), (128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 2)]
@@ -642,43 +648,24 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
     assert seen == [(64, 32, 2)], "the tile that fitted is remembered"
 
 
-def test_a_device_too_small_for_any_tile():
-    tile = launch.Tile(128, 128, 64, 8, 3)
-    with pytest.raises(EngineError, match="no tile fits"):
-        for _ in range(20):
-            tile = launch.shrink_tile(tile)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["pool", "split", "to_keys", "to_queries"])
-def test_every_width_has_a_tile(name, size, monkeypatch):
-    monkeypatch.setattr(launch, "TILE_OVERRIDES", {})
-    for w in (16, 64, 128, 256, 512, 4096):
-        for d in (1, 64, 128, 256, 512):
-            for plain in (True, False):
-                tile = launch.choose_tile(name, w, d, size, 64, plain, False)
-                assert min(tile[:3]) >= 16
-                assert tile.cols <= 256, "pieces of keys begin at multiples of 256"
-
-
 def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     """The compile-time facts of the calls above, with nothing run, as the interpreter has them."""
     if not launch.is_interpreted():
         pytest.skip("a device has instructions that the interpreter has not")
     seen = defaultdict(set)
 
-    def record(kernel, programs, arrays, floats, whole, facts, tile):
+    def record(kernel, programs, arrays, floats, integers, facts, tile):
         records = isinstance(arrays[0], tuple)
-        known = len(arrays) + (1 if records else len(floats)) + len(whole)
+        known = len(arrays) + (1 if records else len(floats)) + len(integers)
         assert len(kernel.arg_names) == known + 1 and kernel.arg_names[-1] == "F"
-        given = dict(zip(kernel.arg_names, arrays, strict=False))
-        given |= arrays[0]._asdict() if records else {}
+        inputs = dict(zip(kernel.arg_names, arrays, strict=False))
+        inputs |= arrays[0]._asdict() if records else {}
         for name, x in facts.items():
             if name not in ("W", "D", "ROWS", "COLS", "BLOCK_W", "BLOCK_D"):
                 seen[kernel.__name__, name].add(x > 1 if name == "EVEN" else x)
         for name in ("lengths", "along_lse"):
-            if name in given:
-                seen[kernel.__name__, name].add(given[name] is not None)
+            if name in inputs:
+                seen[kernel.__name__, name].add(inputs[name] is not None)
         for width, block in (("W", "BLOCK_W"), ("D", "BLOCK_D")):
             if width in facts and block in facts:
                 seen[kernel.__name__, width].add(facts[width] % facts[block] == 0)
@@ -686,23 +673,23 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     monkeypatch.setattr(launch, "launch_kernel", record)
     monkeypatch.setattr(tile_lists, "MIN_LISTED_LENGTH", 32)
     for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
-        kept = nan_repair.repair_output(plain[2].clone(), *plain, scale=0.3)
+        repaired = nan_repair.repair_output(plain[2].clone(), *plain, scale=0.3)
         nan_repair.repair_query_gradient(
-            plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3
+            plain[0].clone(), plain[2], plain[2], repaired, *plain, scale=0.3
         )
     for case in battery():
-        shape, how = case.values
+        shape, options = case.values
         for dtype in (torch.float32, torch.bfloat16):
             for processors in (1, 64):
-                split(monkeypatch, processors)
+                split_loops(monkeypatch, processors)
                 monkeypatch.setattr(launch, "has_tma", lambda device, yes=processors == 1: yes)
                 for n, m in ((21, 37), (32, 48)):
                     arrays = formulas.arrays_of(**shape | {"n": n, "m": m}, dtype=dtype)
-                    given = {name: x.requires_grad_() for name, x in arrays.items()}
-                    rule = dict(how)
+                    inputs = {name: x.requires_grad_() for name, x in arrays.items()}
+                    rule = dict(options)
                     if "layout" in rule:
                         rule["layout"] = torch.ones(-(-n // 8), -(-m // 8), dtype=torch.bool)
                         rule["layout_size"] = 8
@@ -712,24 +699,24 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                     if rule.get("weighting") == "topk":
                         rows["row_b"] = torch.zeros(arrays["query"].shape[:3], dtype=torch.int32)
                     out, lse = formulas.attend(
-                        **given, scale=0.3, whole=processors == 1, **rule, **rows
+                        **inputs, scale=0.3, whole=processors == 1, **rule, **rows
                     )
                     loss = out.sum() + (lse.sum() if m == 48 else 0)
-                    torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
+                    torch.autograd.grad(loss, tuple(inputs.values()), allow_unused=True)
                     lines = n if m == 48 else 1  # one for all queries is summed over them
                     pairs = torch.ones(1, 1, lines, m, requires_grad=True)
                     for rule["pairs"] in (pairs, pairs.detach().to(torch.uint8)):
                         drop = {"dropout": 0.3, "seed": torch.zeros(1, dtype=torch.int64)}
                         more = drop if processors == 1 and dtype == torch.float32 else {}
                         more["whole"] = processors == 1
-                        out, lse = formulas.attend(**given, scale=0.3, **rule, **rows, **more)
-                        moved = [x for x in (*given.values(), rule["pairs"]) if x.requires_grad]
+                        out, lse = formulas.attend(**inputs, scale=0.3, **rule, **rows, **more)
+                        moved = [x for x in (*inputs.values(), rule["pairs"]) if x.requires_grad]
                         torch.autograd.grad(out.sum() + lse.sum(), moved, allow_unused=True)
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
-    given = formulas.arrays_of(b=1, h=1, n=32, m=48, dtype=torch.bfloat16)
-    given = {name: x.requires_grad_() for name, x in given.items()}
-    out, _ = formulas.attend(**given, scale=0.3, pairs=torch.ones(1, 1, 32, 48))  # heads apart
-    torch.autograd.grad(out.sum(), tuple(given.values()))
+    inputs = formulas.arrays_of(b=1, h=1, n=32, m=48, dtype=torch.bfloat16)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    out, _ = formulas.attend(**inputs, scale=0.3, pairs=torch.ones(1, 1, 32, 48))  # heads apart
+    torch.autograd.grad(out.sum(), tuple(inputs.values()))
     both = {True, False}
     every = {
         "PAIRS": {0, 1, 2},

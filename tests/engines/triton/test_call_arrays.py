@@ -29,8 +29,8 @@ def bounds_of(mask):
     ],
 )
 def test_a_band_is_the_intersection_of_its_parts(mask, lower, upper):
-    found = bounds_of(mask)
-    assert (found.lower, found.upper, found.rules) == (lower, upper, ())
+    result = bounds_of(mask)
+    assert (result.lower, result.upper, result.rules) == (lower, upper, ())
 
 
 def test_lengths_are_the_smaller_of_two():

@@ -86,7 +86,7 @@ def compiled() -> dict[str, list]:
     from qkv.engines import triton as engine
     from qkv.engines.triton import nan_repair, weights
     from qkv.engines.triton.forward import forward, hopper
-    from qkv.engines.triton.launching import launch, precompile
+    from qkv.engines.triton.launching import precompile, tile_choice
     from qkv.engines.triton.launching.kernel_call import KernelCall
     from qkv.engines.triton.tile_functions import score_tile
     from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, intern_constexprs
@@ -97,19 +97,19 @@ def compiled() -> dict[str, list]:
 
     class Driver:
         launcher_cls = staticmethod(lambda src, metadata: launchers.append(src.name))
-        get_current_device = get_current_stream = staticmethod(lambda *given: 0)
+        get_current_device = get_current_stream = staticmethod(lambda *args: 0)
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
     triton.runtime.driver.set_active(Driver())
     precompile.ON_SOURCE_READ.set(lambda: read.append(None))
-    half, whole = torch.bfloat16, torch.float32
+    half, full = torch.bfloat16, torch.float32
     facts = {"D": 64, "BLOCK_D": 64, "WEIGHTING": "softmax", "EXPONENTIAL": True}
     triton.knobs.compilation.always_compile = True  # not read where Triton has it on disk
     inner = score_tile.centre_kernel.warmup(
         half,
         half,
         None,
-        whole,
+        full,
         100,
         F=intern_constexprs(facts | {"ROWS": 64}),
         grid=(2, 1, 1),
@@ -118,7 +118,7 @@ def compiled() -> dict[str, list]:
     triton.knobs.compilation.always_compile = False
     before = len(read)
     merge = forward.merge_kernel.warmup(
-        whole, whole, whole, half, whole, whole, 100, 4,
+        full, full, full, half, full, full, 100, 4,
         F=intern_constexprs(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
     )  # fmt: skip
     x = torch.zeros(1, 2, 32, 16, dtype=half, requires_grad=True)
@@ -131,31 +131,31 @@ def compiled() -> dict[str, list]:
         """Tiles of the kernel for Hopper that are compiled in a third of the time."""
         hopper.TILES[64] = hopper.TILES[128]._replace(cols=64)
         y, rows = x.detach()[..., :1].expand(1, 2, 32, 64).contiguous(), torch.zeros(2, 1, 2, 32)
-        given = KernelCall(y, y, y, torch.zeros(1, 2, 32), *[None] * (ARRAY_COUNT - 4), 0.3)
-        hopper.launch_pool(given, y, rows[0], rows)
+        call = KernelCall(y, y, y, torch.zeros(1, 2, 32), *[None] * (ARRAY_COUNT - 4), 0.3)
+        hopper.launch_pool(call, y, rows[0], rows)
 
     with torch.autograd.set_multithreading_enabled(False):
         jobs = precompile.find_missing_kernels(run, True)
     assert {key.name for key in jobs} == {
         "repair_kernel", "weights_kernel", "backward_queries_kernel", "backward_keys_kernel",
     }  # fmt: skip
-    launch.TILE_OVERRIDES["to_pairs"] = launch.Tile(16, 16, 16, 4, 1)
+    tile_choice.TILE_OVERRIDES["to_pairs"] = tile_choice.Tile(16, 16, 16, 4, 1)
     wide = torch.zeros(1, 1, 32, 160, dtype=half)
     mask = torch.zeros(32, 32, requires_grad=True)  # of another dtype than the values
-    found = engine.find_missing_kernels(
+    result = engine.find_missing_kernels(
         build_call(wide, wide, wide, "dot", "softmax", mask, 0.0, None, None)
     )
-    jobs |= {key: job for key, job in found.items() if key.name == "backward_mask_kernel"}
+    jobs |= {key: job for key, job in result.items() if key.name == "backward_mask_kernel"}
     jobs |= precompile.find_missing_kernels(hopped, False)
     for score in ("triangular", "laplace"):
-        found = engine.find_missing_kernels(
+        result = engine.find_missing_kernels(
             build_call(x, x, x, score, "softmax", None, 0.0, None, None)
         )
-        jobs |= {key: job for key, job in found.items() if key.name == "pool_kernel"}
+        jobs |= {key: job for key, job in result.items() if key.name == "pool_kernel"}
     made = []
-    for kernel, grid, given, named, _ in (job.args for job in jobs.values()):
-        arrays = type(given[0])(*map(triton.MockTensor.wrap_dtype, given[0]))
-        made.append(kernel.warmup(arrays, *given[1:], grid=grid, **named))
+    for kernel, grid, inputs, named, _ in (job.args for job in jobs.values()):
+        arrays = type(inputs[0])(*map(triton.MockTensor.wrap_dtype, inputs[0]))
+        made.append(kernel.warmup(arrays, *inputs[1:], grid=grid, **named))
     assert len(made) == 9
     made += [inner, merge]
     return {
@@ -169,7 +169,7 @@ def compiled() -> dict[str, list]:
 
 
 @pytest.fixture(scope="module")
-def found():
+def report():
     """What this file finds when it is run, by Python, without the interpreter."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -181,27 +181,27 @@ def found():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MOST)
-def test_forty_lengths_compile_a_kernel_twice_at_most(found, kind):
-    count = Counter(found[kind])
+def test_forty_lengths_compile_a_kernel_twice_at_most(report, kind):
+    count = Counter(report[kind])
     assert {"pool_kernel", "backward_keys_kernel"} <= {name.split()[0] for name in count}
     assert max(count.values()) <= MOST[kind], count
 
 
-def test_the_kernels_are_compiled_for_hopper_without_a_gpu(found):
-    assert min(found["compiled"]["bytes"]) > 1000
+def test_the_kernels_are_compiled_for_hopper_without_a_gpu(report):
+    assert min(report["compiled"]["bytes"]) > 1000
 
 
-def test_what_is_started_early_waits_by_itself(found):
-    assert found["compiled"]["waits"] == found["compiled"]["early"] == ["repair_kernel"]
+def test_what_is_started_early_waits_by_itself(report):
+    assert report["compiled"]["waits"] == report["compiled"]["early"] == ["repair_kernel"]
 
 
-def test_a_launcher_is_built_while_its_kernel_is_compiled(found):
-    about = found["compiled"]
+def test_a_launcher_is_built_while_its_kernel_is_compiled(report):
+    about = report["compiled"]
     assert sorted(about["launchers"]) == sorted(about["names"])
 
 
-def test_a_kernel_tells_when_it_has_been_read(found):
-    assert found["compiled"]["reads_before"] == [2], "then, and in the end"
+def test_a_kernel_tells_when_it_has_been_read(report):
+    assert report["compiled"]["reads_before"] == [2], "then, and in the end"
 
 
 if __name__ == "__main__":

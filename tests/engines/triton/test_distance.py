@@ -46,29 +46,29 @@ def amid_nan(x):
     return held[..., 1 : rows + 1, 2 : width + 2]
 
 
-def results(arrays, how, name, dtype=None, **options):
+def results(arrays, build_options, name, dtype=None, **options):
     """Return the output and the gradient of each array; `how` makes score, weighting and mask."""
-    given = {key: amid_nan(x) if x.ndim > 1 else x for key, x in arrays.items()}
-    given = {
+    inputs = {key: amid_nan(x) if x.ndim > 1 else x for key, x in arrays.items()}
+    inputs = {
         key: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
-        for key, x in given.items()
+        for key, x in inputs.items()
     }
-    query, key, value = (given[x] for x in ("query", "key", "value"))
-    out = qkv.attend(query, key, value, **how(given), engine=name, **options)
+    query, key, value = (inputs[x] for x in ("query", "key", "value"))
+    out = qkv.attend(query, key, value, **build_options(inputs), engine=name, **options)
     along = normal(*out.shape, dtype=arrays["value"].dtype, seed=1).to(out.dtype)
-    grads = torch.autograd.grad(out, tuple(given.values()), along, allow_unused=True)
-    found = {
+    grads = torch.autograd.grad(out, tuple(inputs.values()), along, allow_unused=True)
+    result = {
         key: torch.zeros_like(x) if g is None else g
-        for (key, x), g in zip(given.items(), grads, strict=True)
+        for (key, x), g in zip(inputs.items(), grads, strict=True)
     }
-    return {"out": out.detach()} | found
+    return {"out": out.detach()} | result
 
 
-def compare(arrays, how, close=None, **options):
+def compare(arrays, build_options, close=None, **options):
     """Compare the output and every gradient with float64, relative to their sizes."""
     dtype = arrays["query"].dtype
-    got = results(arrays, how, "triton", **options)
-    want = results(arrays, how, "dense", torch.float64, **options)
+    got = results(arrays, build_options, "triton", **options)
+    want = results(arrays, build_options, "dense", torch.float64, **options)
     assert got["out"].dtype == dtype
     for name, x in want.items():
         off = float((got[name].double() - x).norm() / x.norm().clamp(min=1e-3 * x.numel() ** 0.5))
@@ -101,7 +101,7 @@ def test_values_and_gradients(name, weighting, mask, dtype):
     if weighting == "normalized" and (mask == "float" or name == "laplace"):
         weighting = "sparsemax"
     close = 0.1 if dtype == torch.bfloat16 and weighting == "sparsemax" else None
-    compare(arrays, lambda given: {"score": score, "weighting": weighting, "mask": rule}, close)
+    compare(arrays, lambda inputs: {"score": score, "weighting": weighting, "mask": rule}, close)
 
 
 @pytest.mark.sample(4)
@@ -120,7 +120,7 @@ def test_values_and_gradients(name, weighting, mask, dtype):
 def test_shapes(name, n, m, w, d, h, hk, dtype):
     score = drawn_score(name, w)
     compare(
-        arrays_of(n, m, w, d, h, hk, dtype), lambda given: {"score": score, "weighting": "softmax"}
+        arrays_of(n, m, w, d, h, hk, dtype), lambda inputs: {"score": score, "weighting": "softmax"}
     )
 
 
@@ -131,7 +131,7 @@ def test_shapes(name, n, m, w, d, h, hk, dtype):
 )
 def test_weightings_of_few_keys(name, weighting):
     score = drawn_score(name, 5)
-    compare(arrays_of(), lambda given: {"score": score, "weighting": weighting})
+    compare(arrays_of(), lambda inputs: {"score": score, "weighting": weighting})
 
 
 @pytest.mark.sample(2)
@@ -141,11 +141,11 @@ def test_a_learned_temperature(name, shape):
     arrays = arrays_of() | {"temperature": normal(*shape).abs() + 0.5, "bias": normal(2, 21, 70)}
     score = drawn_score(name, 5)
 
-    def how(given):
-        warm = weightings.Softmax(given["temperature"])
-        return {"score": score, "weighting": warm, "mask": given["bias"]}
+    def build_options(inputs):
+        warm = weightings.Softmax(inputs["temperature"])
+        return {"score": score, "weighting": warm, "mask": inputs["bias"]}
 
-    compare(arrays, how)
+    compare(arrays, build_options)
 
 
 @pytest.mark.sample(3)
@@ -161,24 +161,24 @@ def test_a_learned_temperature(name, shape):
 )
 def test_a_learned_width(kind, shape, weighting, dtype):
     arrays = arrays_of(dtype=dtype) | {"wide": (normal(*shape).abs() + 2.5).to(dtype)}
-    compare(arrays, lambda given: {"score": kind(given["wide"]), "weighting": weighting})
+    compare(arrays, lambda inputs: {"score": kind(inputs["wide"]), "weighting": weighting})
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*WINDOWS, "laplace", "constant"])
 def test_dropout(name):
     score = drawn_score(name, 5)
-    how = {"score": score, "weighting": "softmax", "dropout_p": 0.4, "seed": 3}
-    compare(arrays_of(), lambda given: how)
+    options = {"score": score, "weighting": "softmax", "dropout_p": 0.4, "seed": 3}
+    compare(arrays_of(), lambda inputs: options)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*WINDOWS, "laplace", "constant"])
 def test_the_log_sum_exp(name):
     arrays = arrays_of()
-    how = {"score": drawn_score(name, 5), "return_lse": True, "mask": masks.causal}
-    _, lse = qkv.attend(*arrays.values(), **how, engine="triton")
-    _, want = qkv.attend(*(x.double() for x in arrays.values()), **how, engine="dense")
+    options = {"score": drawn_score(name, 5), "return_lse": True, "mask": masks.causal}
+    _, lse = qkv.attend(*arrays.values(), **options, engine="triton")
+    _, want = qkv.attend(*(x.double() for x in arrays.values()), **options, engine="dense")
     torch.testing.assert_close(lse.double(), want, atol=1e-5, rtol=1e-5)
 
 
@@ -215,7 +215,7 @@ def test_rows_far_from_the_origin(name, dtype):
     arrays = {x: y + (far if x != "value" else 0) for x, y in arrays.items()}
     score = WINDOWS[name](3.2)  # no whole number is its square
     close = 1e-4 if dtype == torch.float32 else None
-    compare(arrays, lambda given: {"score": score, "weighting": "raw"}, close)
+    compare(arrays, lambda inputs: {"score": score, "weighting": "raw"}, close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -225,10 +225,10 @@ def test_a_triangle_of_a_key_that_is_the_query(dtype):
     arrays["key"] = arrays["query"].clone()
     arrays["key"][:, :, 20:] += 2.0**-7
     score = scores.Triangular(3.0)
-    compare(arrays, lambda given: {"score": score, "weighting": "raw"})
+    compare(arrays, lambda inputs: {"score": score, "weighting": "raw"})
     eye = torch.eye(40, device=DEVICE, dtype=dtype)
-    how = {"score": score, "weighting": "raw"}
-    out = qkv.attend(arrays["query"], arrays["key"], eye, **how, engine="triton")
+    options = {"score": score, "weighting": "raw"}
+    out = qkv.attend(arrays["query"], arrays["key"], eye, **options, engine="triton")
     assert (out[..., range(20), range(20)] == 1).all()
 
 
@@ -238,12 +238,16 @@ def test_a_triangle_of_a_key_that_is_the_query(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_excluded_keys_may_hold_anything(name, dtype):
     arrays = arrays_of(h=1, dtype=dtype)
-    how = {"score": drawn_score(name, 5), "weighting": "softmax", "mask": masks.lengths([50, 50])}
-    want = results(arrays, lambda given: how, "triton")
+    options = {
+        "score": drawn_score(name, 5),
+        "weighting": "softmax",
+        "mask": masks.lengths([50, 50]),
+    }
+    want = results(arrays, lambda inputs: options, "triton")
     for odd in (math.nan, math.inf, 1e30):
         spoiled = {x: y.clone() for x, y in arrays.items()}
         spoiled["key"][:, :, 50:] = odd
-        got = results(spoiled, lambda given: how, "triton")
+        got = results(spoiled, lambda inputs: options, "triton")
         for x in want:
             rows = slice(0, 50) if x in ("key", "value") else slice(None)
             torch.testing.assert_close(
@@ -260,11 +264,11 @@ def test_infinite_and_missing_numbers(name):
     key[2, 1], key[4, 0] = math.inf, math.nan
     eye = torch.eye(6, device=DEVICE)
     score = drawn_score(name, 3)
-    how = {"score": score, "weighting": "sigmoid" if name == "laplace" else "raw"}
+    options = {"score": score, "weighting": "sigmoid" if name == "laplace" else "raw"}
     for x in (key, query):
         x[1] = 0.5
     got, want = (
-        qkv.attend(*(x.to(dtype) for x in (query, key, eye)), **how, engine=each)
+        qkv.attend(*(x.to(dtype) for x in (query, key, eye)), **options, engine=each)
         for each, dtype in (("triton", torch.float32), ("dense", torch.float64))
     )
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5, equal_nan=True)

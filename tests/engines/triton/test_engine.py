@@ -38,9 +38,9 @@ def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def serves(score: str, weighting: str, mask: str) -> bool:
     arrays = tensors(case(score, weighting, mask).arrays)
-    how = case(score, weighting, mask).build_options(arrays)
+    options = case(score, weighting, mask).build_options(arrays)
     main = (arrays[name] for name in ("query", "key", "value"))
-    return engine.unsupported_reason(build_call(*main, *how.values(), 0.0, None, None)) is None
+    return engine.unsupported_reason(build_call(*main, *options.values(), 0.0, None, None)) is None
 
 
 SERVED = [case for case in COVERING if serves(*case)]
@@ -89,14 +89,14 @@ def test_leading_axes(lead, few):
     gate = [rng.normal(size=5) for _ in range(2)]
     for score in (scores.Gated(*gate), scores.Gaussian(0.8)):
         mask = masks.lengths([3, 7, 0][: lead[0]]) if lead else masks.causal
-        want, wanted = qkv.attend(q, k, v, score=score, mask=mask, return_lse=True)
+        want, expected = qkv.attend(q, k, v, score=score, mask=mask, return_lse=True)
         made = score
         if isinstance(score, scores.Gated):
             made = scores.Gated(*(torch.tensor(x).float().to(DEVICE) for x in gate))
-        given = (torch.tensor(x).float().to(DEVICE) for x in (q, k, v))
-        got, lse = qkv.attend(*given, score=made, mask=mask, return_lse=True, engine="triton")
+        inputs = (torch.tensor(x).float().to(DEVICE) for x in (q, k, v))
+        got, lse = qkv.attend(*inputs, score=made, mask=mask, return_lse=True, engine="triton")
         np.testing.assert_allclose(got.cpu().numpy(), want, atol=3e-5)
-        np.testing.assert_allclose(lse.cpu().numpy(), wanted, atol=3e-5)
+        np.testing.assert_allclose(lse.cpu().numpy(), expected, atol=3e-5)
 
 
 @pytest.mark.sample(3)
@@ -107,11 +107,11 @@ def test_half_the_bits(score, dtype):
     call, kind = case(score, "softmax", "none"), getattr(torch, dtype)
     arrays = {n: torch.tensor(x, dtype=kind, device=DEVICE) for n, x in call.arrays.items()}
     rounded = {n: x.cpu().double().numpy() for n, x in arrays.items()}
-    want, wanted = call.attend(rounded, engine="dense", return_lse=True)
+    want, expected = call.attend(rounded, engine="dense", return_lse=True)
     got, lse = call.attend(arrays, engine="triton", return_lse=True)
     assert got.dtype == kind and lse.dtype == torch.float32  # so that it merges
     np.testing.assert_allclose(got.cpu().double().numpy(), want, atol=4e-2)
-    np.testing.assert_allclose(lse.cpu().double().numpy(), wanted, atol=4e-2)
+    np.testing.assert_allclose(lse.cpu().double().numpy(), expected, atol=4e-2)
 
 
 @pytest.mark.sample(2)
@@ -128,16 +128,16 @@ def test_distances_where_a_shift_of_the_row_counts(dtype, weighting, mask):
     """−‖q‖²/2σ² belongs to the score: checked in float64, with every gradient."""
     made = torch.Generator(device=DEVICE).manual_seed(3)
     shapes = ((2, 4, 9, 5), (2, 2, 11, 5), (2, 2, 11, 3), (4, 9, 11))
-    given = [torch.randn(x, generator=made, device=DEVICE).to(dtype) for x in shapes]
+    inputs = [torch.randn(x, generator=made, device=DEVICE).to(dtype) for x in shapes]
     along = torch.randn((2, 4, 9, 3), generator=made, device=DEVICE).to(dtype)
     seen = torch.rand((9, 11), generator=made, device=DEVICE) > 0.3
     rules = {"bool": seen, "blocks": masks.blocks(np.eye(2, dtype=bool), 8)}
 
     def results(engine, kind):
-        leaves = [x.to(kind).requires_grad_() for x in given]
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
         rule = leaves[3] if mask == "float" else rules.get(mask)
-        how = {"score": scores.Gaussian(1.5), "weighting": weighting, "mask": rule}
-        out = qkv.attend(*leaves[:3], **how, engine=engine)
+        options = {"score": scores.Gaussian(1.5), "weighting": weighting, "mask": rule}
+        out = qkv.attend(*leaves[:3], **options, engine=engine)
         used = leaves if mask == "float" else leaves[:3]
         return out, *torch.autograd.grad(out, used, along.to(kind))
 
@@ -157,12 +157,16 @@ def test_distances_where_a_shift_of_the_row_counts(dtype, weighting, mask):
 )
 def test_a_softcap(dtype, weighting, mask):
     """s = cap · tanh(scale q·k / cap), and its slope 1 − (s / cap)²: half the scores are bent."""
-    given, along = torch.randn(3, 1, 2, 21, 8).to(DEVICE, dtype), torch.randn(1, 2, 21, 8)
+    inputs, along = torch.randn(3, 1, 2, 21, 8).to(DEVICE, dtype), torch.randn(1, 2, 21, 8)
 
     def results(engine, kind):
-        leaves = [x.to(kind).requires_grad_() for x in given]
-        how = {"score": scores.ScaledDot(1.0, softcap=2.0), "weighting": weighting, "mask": mask}
-        out = qkv.attend(*leaves, **how, engine=engine)
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        options = {
+            "score": scores.ScaledDot(1.0, softcap=2.0),
+            "weighting": weighting,
+            "mask": mask,
+        }
+        out = qkv.attend(*leaves, **options, engine=engine)
         return out, *torch.autograd.grad(out, leaves, along.to(DEVICE, dtype).to(kind))
 
     near = 2e-6 if dtype == torch.float32 else 1e-2
@@ -170,14 +174,14 @@ def test_a_softcap(dtype, weighting, mask):
         assert float((got - want).detach().norm() / want.detach().norm()) < near
 
 
-def test_a_learned_mask_beside_blocks():
-    mask, given = torch.randn(20, 20, device=DEVICE), torch.randn(3, 20, 8, device=DEVICE)
+def test_a_learned_mask_is_combined_with_blocks():
+    mask, inputs = torch.randn(20, 20, device=DEVICE), torch.randn(3, 20, 8, device=DEVICE)
     rule = masks.blocks(np.array([[True, False], [True, True]]), 16)
 
     def slope(engine, kind):
         own = mask.to(kind).requires_grad_()
-        out = qkv.attend(*given.to(kind), mask=rule & own, engine=engine)
-        return torch.autograd.grad(out, own, given[0].to(kind))[0]
+        out = qkv.attend(*inputs.to(kind), mask=rule & own, engine=engine)
+        return torch.autograd.grad(out, own, inputs[0].to(kind))[0]
 
     torch.testing.assert_close(
         slope("triton", torch.float32).double(), slope("dense", torch.float64), atol=1e-5, rtol=0
@@ -194,13 +198,13 @@ def test_a_query_that_is_not_a_number_stays_one_where_its_length_counts():
 
 def test_what_it_refuses_it_explains(monkeypatch):
     x, w = torch.ones(2, 4, 6, 3, device=DEVICE), torch.ones(3, device=DEVICE)
-    for how, reason in (
+    for options, reason in (
         ({"score": scores.Gated(w, w, None, scores.Laplace())}, "no dot product form"),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
     ):
         with pytest.raises(EngineError, match=reason):
-            qkv.attend(x, x, x, **how, engine="triton")
+            qkv.attend(x, x, x, **options, engine="triton")
     with monkeypatch.context() as patched, pytest.raises(EngineError, match="as an array"):
         patched.setattr(engine, "MAX_MASK_PAIRS", 5)
         qkv.attend(x, x, x, mask=torch.ones(6, 6, device=DEVICE) > 0, engine="triton")
@@ -283,8 +287,8 @@ def test_a_large_mask_is_left_to_it(monkeypatch):
 def test_it_leaves_torch_func_to_others():
     x = torch.randn(2, 3, 5, 4, device=DEVICE)
 
-    def loss(x, **how):
-        return qkv.attend(x, x, x, score="gaussian", **how).square().sum()
+    def loss(x, **options):
+        return qkv.attend(x, x, x, score="gaussian", **options).square().sum()
 
     each = torch.func.vmap(torch.func.grad(loss))(x)
     torch.testing.assert_close(each[1], torch.func.grad(loss)(x[1]))
@@ -313,11 +317,11 @@ def test_autocast_casts(score):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["additive", "multiplicative", "gated", "gaussian", "temperature"])
-def test_float32_parameters_beside_16_bit_queries(name):
+def test_float32_parameters_work_with_16_bit_queries(name):
     def drawn(*shape):
         return (torch.randn(shape, device=DEVICE) / 4).requires_grad_()
 
-    how = {
+    options = {
         "additive": lambda: {"score": scores.Additive(drawn(8, 16), drawn(8, 16), drawn(8))},
         "multiplicative": lambda: {"score": scores.Multiplicative(drawn(16, 16))},
         "gated": lambda: {"score": scores.Gated(drawn(16), drawn(16), drawn())},
@@ -325,14 +329,14 @@ def test_float32_parameters_beside_16_bit_queries(name):
         "temperature": lambda: {"weighting": weightings.Softmax(drawn().detach().exp())},
     }[name]()
     x = [torch.randn(1, 2, 16, 16, device=DEVICE).half().requires_grad_() for _ in range(3)]
-    held = [p for record in how.values() for p in vars(record).values() if torch.is_tensor(p)]
+    held = [p for record in options.values() for p in vars(record).values() if torch.is_tensor(p)]
     held = [p.requires_grad_() for p in held]
-    found = [
+    result = [
         (out, *torch.autograd.grad(out.float().square().sum(), [*x, *held]))
-        for out in (qkv.attend(*x, **how, engine=engine) for engine in ("triton", "dense"))
+        for out in (qkv.attend(*x, **options, engine=engine) for engine in ("triton", "dense"))
     ]
-    assert [p.dtype for p in found[0][4:]] == [torch.float32] * len(held)
-    torch.testing.assert_close(*found, atol=0.05, rtol=0.05)
+    assert [p.dtype for p in result[0][4:]] == [torch.float32] * len(held)
+    torch.testing.assert_close(*result, atol=0.05, rtol=0.05)
     with torch.no_grad():
-        bare = qkv.attend(*x, **how, engine="triton")
-    torch.testing.assert_close(bare, found[0][0], atol=0.01, rtol=0.01)
+        bare = qkv.attend(*x, **options, engine="triton")
+    torch.testing.assert_close(bare, result[0][0], atol=0.01, rtol=0.01)

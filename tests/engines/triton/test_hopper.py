@@ -38,7 +38,7 @@ def device(monkeypatch):
 
 def fits(bias=True, places=(), numbers=(), **shape):
     query, key, value = arrays_of(**shape)
-    given = [
+    inputs = [
         query,
         key,
         value,
@@ -46,8 +46,8 @@ def fits(bias=True, places=(), numbers=(), **shape):
         *[None] * (ARRAY_COUNT - 4),
     ]
     for at, x in places:
-        given[at] = x
-    return hopper.is_supported(KernelCall(*given, 0.3, *numbers))
+        inputs[at] = x
+    return hopper.is_supported(KernelCall(*inputs, 0.3, *numbers))
 
 
 def test_which_calls_it_takes(device):
@@ -104,20 +104,20 @@ def test_other_devices_have_none():
     ],
     ids=str,
 )
-def test_beside_float64(shape, dtype, monkeypatch):
+def test_the_result_is_close_to_float64(shape, dtype, monkeypatch):
     """Any lengths, heads that share keys, rows in any order in memory; the same bits each time."""
     started = []
     pool = hopper.launch_pool
-    monkeypatch.setattr(hopper, "launch_pool", lambda *given: started.append(1) or pool(*given))
+    monkeypatch.setattr(hopper, "launch_pool", lambda *args: started.append(1) or pool(*args))
     b, h, hk, n, m, w = shape
     arrays = arrays_of(b, h, hk, n, m, w, w, dtype)
     arrays[0] = arrays[0].transpose(1, 2).contiguous().transpose(1, 2)
-    how = {"score": Gaussian(3.4)}
-    want = qkv.attend(*(x.double() for x in arrays), **how, engine="streaming")
-    found = [qkv.attend(*arrays, **how) for _ in range(4)]
-    assert started and all(torch.equal(found[0], x) for x in found)
+    options = {"score": Gaussian(3.4)}
+    want = qkv.attend(*(x.double() for x in arrays), **options, engine="streaming")
+    actual = [qkv.attend(*arrays, **options) for _ in range(4)]
+    assert started and all(torch.equal(actual[0], x) for x in actual)
     close = 4e-3 if dtype == torch.bfloat16 else 6e-4
-    assert (found[0].double() - want).norm() < close * want.norm()
+    assert (actual[0].double() - want).norm() < close * want.norm()
     key, scale = arrays[1], 3.4**-2
     _, lse = formulas.attend(
         *arrays, scale=scale, key_bias=norms.squared_norms(key, -scale / 2)[..., 0]

@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton.launching import launch, launch_replay, precompile, workspace
+from qkv.engines.triton.launching import launch, launch_replay, precompile, tile_choice, workspace
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.records import intern_constexprs
 from tests.engines.triton import formulas
 
-PLAIN = launch.Tile(1, 1, 1, 4, 3)
+PLAIN = tile_choice.Tile(1, 1, 1, 4, 3)
 
 
 class Compiled:
@@ -23,8 +23,8 @@ class Compiled:
     def __init__(self, launched):
         self.launched = launched
 
-    def run(self, *given):
-        self.launched.append(given)
+    def run(self, *args):
+        self.launched.append(args)
 
 
 class Kernel:
@@ -112,18 +112,18 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     monkeypatch.setattr(launch, "is_current_device", lambda device: True)
 
     def attend(scale=0.3, **shape):
-        given = formulas.arrays_of(**{"b": 1, "h": 2, "n": 32, "m": 48, "w": 16, "d": 16} | shape)
+        inputs = formulas.arrays_of(**{"b": 1, "h": 2, "n": 32, "m": 48, "w": 16, "d": 16} | shape)
         rows = {} if weighting == "softmax" else {"alpha": 1.5, "row_a": torch.zeros(1, 2, 32)}
-        out, lse = formulas.attend(**given, scale=scale, weighting=weighting, **rows)
-        return out, lse, given
+        out, lse = formulas.attend(**inputs, scale=scale, weighting=weighting, **rows)
+        return out, lse, inputs
 
     attend(scale=0.7), attend()
     monkeypatch.setattr(forward, "launch_pool", None)
-    out, lse, given = attend()
+    out, lse, inputs = attend()
     assert (len(kernel.made), len(kernel.launched)) == (1, 3)
     other, before, last = kernel.launched
     assert len(before) == len(last)
-    at = [x.data_ptr() for x in (*given.values(), out, lse)]
+    at = [x.data_ptr() for x in (*inputs.values(), out, lse)]
     arrays, scales = 9, 15  # after the launcher's own: `Arrays`, and last `Scales`
     assert set(at) <= {*last[arrays], *last[arrays + 1 : scales]}, "it reads these and writes those"
     assert last[scales:] == before[scales:] and last[scales] != other[scales]
@@ -134,7 +134,7 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
 
 
 @pytest.mark.parametrize(
-    ("programs", "rows", "waves", "found"),
+    ("programs", "rows", "waves", "result"),
     [
         (128, 966, 4, (1, 16)),  # three of four processors are busy, and the parts would be two
         (128, 4096, 4, (4, 16)),
@@ -144,14 +144,6 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
         (1, 4096, 4, (8, 8)),
     ],
 )
-def test_a_loop_is_split_where_processors_are_idle(monkeypatch, programs, rows, waves, found):
+def test_a_loop_is_split_where_processors_are_idle(monkeypatch, programs, rows, waves, result):
     monkeypatch.setattr(launch, "count_processors", lambda device: 132)
-    assert launch.split_loop(torch.device("cpu"), programs, rows, 64, waves) == found
-
-
-def test_a_gate_has_a_smaller_tile_of_keys():
-    about = (64, 64, 2, 4096, False, False)
-    assert (
-        launch.choose_tile("to_keys", *about, gated=True).rows
-        < launch.choose_tile("to_keys", *about).rows
-    )
+    assert launch.split_loop(torch.device("cpu"), programs, rows, 64, waves) == result

@@ -40,20 +40,20 @@ class Compiled:
     function = packed_metadata = None
     metadata = SimpleNamespace(global_scratch_size=384, num_ctas=1)
 
-    def __init__(self, kernel, given, how):
-        self.kernel, self.how = kernel, how
-        self.dtypes = [dtypes_of(x) for x in given]
-        self.records = [type(x) if isinstance(x, tuple) else None for x in given]
+    def __init__(self, kernel, inputs, options):
+        self.kernel, self.options = kernel, options
+        self.dtypes = [dtypes_of(x) for x in inputs]
+        self.records = [type(x) if isinstance(x, tuple) else None for x in inputs]
 
-    def run(self, x, y, z, stream, function, metadata, a, b, c, *given):
-        *given, known = given
+    def run(self, x, y, z, stream, function, metadata, a, b, c, *args):
+        *args, known = args
         arrays = [
             at if dtype is None else _tensor(at, dtype)
-            for at, dtype in zip(given, self.dtypes, strict=True)
+            for at, dtype in zip(args, self.dtypes, strict=True)
         ]
         pairs = zip(arrays, self.records, strict=True)
         arrays = [x if record is None else record(*x) for x, record in pairs]
-        self.kernel[(x, y, z)](*arrays, F=known, **self.how)
+        self.kernel[(x, y, z)](*arrays, F=known, **self.options)
 
 
 def dtypes_of(x):
@@ -80,8 +80,8 @@ class Kernel:
     def __init__(self, kernel):
         self.kernel, self.__name__ = kernel, kernel.__name__
 
-    def warmup(self, *given, grid, F, num_warps, num_stages, enable_fp_fusion, maxnreg=None):
-        return Compiled(self.kernel, given, {"num_warps": num_warps, "num_stages": num_stages})
+    def warmup(self, *args, grid, F, num_warps, num_stages, enable_fp_fusion, maxnreg=None):
+        return Compiled(self.kernel, args, {"num_warps": num_warps, "num_stages": num_stages})
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ def counted(monkeypatch):
     monkeypatch.setattr(launch, "current_stream", lambda index: None)
     facts = kernel_call._base_constexprs.__wrapped__
     monkeypatch.setattr(
-        kernel_call, "_base_constexprs", lambda *given: facts(*given) | {"FAST": False}
+        kernel_call, "_base_constexprs", lambda *args: facts(*args) | {"FAST": False}
     )
     count, again = [], launch_replay.LaunchList.replay
 
-    def counting(steps, *given):
-        out = again(steps, *given)
+    def counting(steps, *args):
+        out = again(steps, *args)
         count.append(out is not None)
         return out
 
@@ -134,11 +134,11 @@ def arrays_of(seed, n=20, m=24, few=2, dtype=torch.bfloat16):
     return [torch.randn(x, generator=made).to(dtype) for x in shapes]
 
 
-def check(arrays, atol=2e-2, **how):
-    got = qkv.attend(*arrays, engine="triton", **how)
+def check(arrays, atol=2e-2, **options):
+    got = qkv.attend(*arrays, engine="triton", **options)
     few = arrays[1].shape[1]
     wide = (arrays[0].double(), *(x.double().repeat_interleave(2 // few, 1) for x in arrays[1:]))
-    want = qkv.attend(*wide, engine="dense", **how)
+    want = qkv.attend(*wide, engine="dense", **options)
     assert got.dtype == arrays[0].dtype
     torch.testing.assert_close(got.double(), want, atol=atol, rtol=atol)
 
@@ -168,10 +168,10 @@ def test_other_numbers_by_the_same_launches(counted, name, few):
 
 def test_other_lengths_have_launches_of_their_own(counted):
     """Though they have one plan: their numbers of binary digits are equal."""
-    how = CASES["causal"] | {"mask": masks.window(5, 0, align="bottom_right")}
+    options = CASES["causal"] | {"mask": masks.window(5, 0, align="bottom_right")}
     for n, m in ((20, 24), (20, 31), (17, 24)):
         for seed in range(3):
-            check(arrays_of(seed, n, m), **how)
+            check(arrays_of(seed, n, m), **options)
         assert counted and all(counted)
         counted.clear()
 
@@ -217,31 +217,31 @@ def test_descriptors_are_in_the_workspace(counted, monkeypatch):
     """Triton asks for their memory at each launch, and another's must not be given ours."""
     from triton.runtime import _allocation
 
-    asked, buffers, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
+    allocations, buffers, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
 
-    def asking(self, x, y, z, stream, *given):
+    def asking(self, x, y, z, stream, *args):
         give = _allocation._allocator.get()
-        asked.append(
+        allocations.append(
             give if give is launch._allocate_scratch else give(384 * x * y * z, 128, stream)
         )
-        run(self, x, y, z, stream, *given)
+        run(self, x, y, z, stream, *args)
 
-    def noted(like, *shape, **how):
-        buffers.append(new_empty(like, *shape, **how))
+    def noted(like, *shape, **options):
+        buffers.append(new_empty(like, *shape, **options))
         return buffers[-1]
 
     monkeypatch.setattr(Compiled, "run", asking)
     monkeypatch.setattr(torch.Tensor, "new_empty", noted)
     for seed in range(2):
-        asked.clear(), buffers.clear()
+        allocations.clear(), buffers.clear()
         qkv.attend(*arrays_of(seed), weighting="entmax15", engine="triton")
         if not seed:
-            assert asked[0] is launch._allocate_scratch
+            assert allocations[0] is launch._allocate_scratch
     _, buffer, *_ = buffers  # after the output; the interpreter allocates some too
     first, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
     assert counted == [True]
-    assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
-    assert asked[1] == asked[0], "of which one is over when the next begins"
+    assert 0 <= allocations[0] - first <= size - 384 * 2 and (allocations[0] - first) % 128 == 0
+    assert allocations[1] == allocations[0], "of which one is over when the next begins"
     assert _allocation._allocator.get() is launch._allocate_scratch
 
 
@@ -264,25 +264,25 @@ def additive_of(seed, h=8, reach=1.0, dtype=torch.bfloat16):
 
 
 def wide(score):
-    given = (score.w_query, score.w_key, score.v, score.bias)
-    return scores.Additive(*[x if x is None else x.double() for x in given])
+    inputs = (score.w_query, score.w_key, score.v, score.bias)
+    return scores.Additive(*[x if x is None else x.double() for x in inputs])
 
 
-def check_additive(arrays, score, **how):
+def check_additive(arrays, score, **options):
     before = [x.clone() for x in arrays]
-    got = qkv.attend(*arrays, score=score, engine="triton", **how)
-    want = qkv.attend(*(x.double() for x in before), score=wide(score), engine="dense", **how)
+    got = qkv.attend(*arrays, score=score, engine="triton", **options)
+    want = qkv.attend(*(x.double() for x in before), score=wide(score), engine="dense", **options)
     torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
     return got, want
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("h", "how"), [(8, {}), (20, {"mask": masks.window(5, 2)})])
-def test_additive_calls_by_the_same_launches(counted, how, h):
+@pytest.mark.parametrize(("h", "options"), [(8, {}), (20, {"mask": masks.window(5, 2)})])
+def test_additive_calls_by_the_same_launches(counted, options, h):
     """Within the table and beyond it, in any order: which it is, is known to the kernels alone."""
     held = []
     for seed, reach in enumerate((1, 1, 6, 1)):
-        held.append(check_additive(arrays_of(seed, 16, 32), additive_of(seed, h, reach), **how))
+        held.append(check_additive(arrays_of(seed, 16, 32), additive_of(seed, h, reach), **options))
     assert counted == [True] * 3
     for got, want in held:  # no result overlaps another's buffer
         torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
@@ -322,10 +322,10 @@ def test_additive_calls_with_their_backward(counted):
     held = []
     for seed, reach in enumerate((1, 1, 1, 4)):
         score, arrays = additive_of(seed, reach=reach), arrays_of(seed, 16, 32)
-        given = [*arrays, score.w_query, score.w_key, score.v, score.bias]
+        inputs = [*arrays, score.w_query, score.w_key, score.v, score.bias]
         along = torch.randn(1, 2, 16, 8)
-        got = way_back(given, along.to(torch.bfloat16), "triton")
-        want = way_back([x.double() for x in given], along.to(torch.bfloat16).double(), "dense")
+        got = way_back(inputs, along.to(torch.bfloat16), "triton")
+        want = way_back([x.double() for x in inputs], along.to(torch.bfloat16).double(), "dense")
         held.append((got, want))
         for got, want in held:
             for x, y in zip(got, want, strict=True):
@@ -339,11 +339,11 @@ def test_backward_in_pieces_is_one_repeat(counted, monkeypatch):
     monkeypatch.setattr(triton, "_TABLE_CACHE", {})
     for seed in range(2):
         score = additive_of(seed, h=4)
-        given = [torch.cat([x[:, :1], -x[:, 1:]]) for x in arrays_of(seed, 8, 16)]
-        given += [score.w_query, score.w_key, score.v, score.bias]
+        inputs = [torch.cat([x[:, :1], -x[:, 1:]]) for x in arrays_of(seed, 8, 16)]
+        inputs += [score.w_query, score.w_key, score.v, score.bias]
         along = torch.randn(2, 1, 8, 8).to(torch.bfloat16)
-        got = way_back(given, along, "triton")
-        want = way_back([x.double() for x in given], along.double(), "dense")
+        got = way_back(inputs, along, "triton")
+        want = way_back([x.double() for x in inputs], along.double(), "dense")
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
     assert counted == [True] * 4
@@ -360,8 +360,8 @@ def test_successive_launches_share_one_workspace(counted, least, known):
             lines = backward.compute_centre(part, None, part)[..., None]
             backward.compute_centre(lines, None, lines)
         for start in (0, 32):  # parts of a line, side by side in one of the two buffers
-            some = workspace.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
-            backward.compute_centre(some, None, some)
+            view = workspace.slice_recorded(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
+            backward.compute_centre(view, None, view)
         x = workspace.slice_recorded(x, slice(least, 3))
         return backward.compute_centre(x, None, x)
 
@@ -388,9 +388,9 @@ def test_overlapping_slices_are_distinguished_from_others(counted):
     assert counted == [True] * 2, "those of y alone"
 
 
-def way_back(given, along, engine):
+def way_back(inputs, along, engine):
     """The output, and the gradients of all arrays."""
-    leaves = [x.detach().requires_grad_() for x in given]
+    leaves = [x.detach().requires_grad_() for x in inputs]
     out = qkv.attend(*leaves[:3], score=scores.Additive(*leaves[3:]), engine=engine)
     return [out.detach(), *torch.autograd.grad(out, leaves, along)]
 
@@ -423,14 +423,14 @@ def by_kernels(call):
     return triton.run_with_weights(replace(call, wants_weights=None), mean)
 
 
-def slopes_of(arrays, **how):
+def slopes_of(arrays, **options):
     leaves = [x.detach().requires_grad_() for x in arrays]
     engine = "dense" if arrays[0].dtype == torch.float64 else "triton"
-    if "return_weights" in how:
+    if "return_weights" in options:
         engine = None
-    found = qkv.attend(*leaves, engine=engine, **how)
-    found = found if isinstance(found, tuple) else (found,)
-    return torch.autograd.grad(sum((x * x.detach()).sum() for x in found), leaves)
+    result = qkv.attend(*leaves, engine=engine, **options)
+    result = result if isinstance(result, tuple) else (result,)
+    return torch.autograd.grad(sum((x * x.detach()).sum() for x in result), leaves)
 
 
 def test_arrays_of_other_strides_have_launches_of_their_own(counted):
@@ -439,8 +439,8 @@ def test_arrays_of_other_strides_have_launches_of_their_own(counted):
         arrays = arrays_of(seed)
         heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays]
         want = slopes_of([x.double() for x in arrays], **WAYS["window"])
-        for given in (arrays, heads_inside):
-            for x, y in zip(slopes_of(given, **WAYS["window"]), want, strict=True):
+        for inputs in (arrays, heads_inside):
+            for x, y in zip(slopes_of(inputs, **WAYS["window"]), want, strict=True):
                 torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
     assert counted and all(counted), "the second of each layout"
 

@@ -19,7 +19,7 @@ if not (engine.is_interpreted() or torch.cuda.is_available()):
     pytest.skip("no interpreter, no CUDA", allow_module_level=True)
 
 from qkv.engines.triton.backward import captured_gradients
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import tile_choice
 from qkv.engines.triton.pair_functions import tile_lists
 from qkv.scores import Modified, ScaledDot
 
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch):
     """Several tiles in short calls, and lists of them."""
     monkeypatch.setattr(tile_lists, "MIN_LISTED_LENGTH", 16)
     for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
-        monkeypatch.setitem(launch.TILE_OVERRIDES, name, launch.Tile(16, 16, 16, 4, 1))
+        monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, tile_choice.Tile(16, 16, 16, 4, 1))
 
 
 def alibi(s, b, h, q, k, *, slopes, **_):
@@ -73,7 +73,7 @@ def several(s, b, h, q, k, *, slopes, scale, **_):
 def both_ways(score_mod, options, dtype=torch.float32, n=N, m=M, heads=2, few=1, width=8):
     """Return outputs and gradients of the kernels, and of `dense` in float64."""
     make = torch.Generator().manual_seed(1)
-    given = {
+    inputs = {
         "query": torch.randn(2, heads, n, width, generator=make),
         "key": torch.randn(2, few, m, width, generator=make),
         "value": torch.randn(2, few, m, width, generator=make),
@@ -83,10 +83,10 @@ def both_ways(score_mod, options, dtype=torch.float32, n=N, m=M, heads=2, few=1,
         "scale": torch.tensor(0.7),
     }
     if "warm" in options:
-        given["warm"] = torch.randn(options["warm"], generator=make)
-    found = []
+        inputs["warm"] = torch.randn(options["warm"], generator=make)
+    result = []
     for kind, name in ((dtype, "triton"), (torch.float64, "dense")):
-        arrays = {x: y.to(dtype).to(kind).requires_grad_() for x, y in given.items()}
+        arrays = {x: y.to(dtype).to(kind).requires_grad_() for x, y in inputs.items()}
         captured = {x: arrays[x] for x in ("slopes", "table", "rows", "scale")}
         own = dict(options)
         if callable(own.get("mask")) and not isinstance(own["mask"], masks.Mask):
@@ -103,15 +103,15 @@ def both_ways(score_mod, options, dtype=torch.float32, n=N, m=M, heads=2, few=1,
         loss = sum((x.double() * x.double().detach().nan_to_num(0, 0, 0).cos()).nan_to_num(
             0, 0, 0).sum() for x in outs)  # fmt: skip
         grads = torch.autograd.grad(loss, [*arrays.values()], allow_unused=True)
-        found.append(
+        result.append(
             {f"result {i}": x.detach() for i, x in enumerate(outs)}
             | {x: g for x, g in zip(arrays, grads, strict=True) if g is not None}
         )
-    return found
+    return result
 
 
-def check(found, tolerance=2e-5):
-    ours, want = found
+def check(actual, tolerance=2e-5):
+    ours, want = actual
     ours = {name: torch.zeros_like(x) for name, x in want.items()} | ours  # no gradient: 0
     for name, x in want.items():
         size = float(x[x.isfinite()].abs().max()) + 1
@@ -153,7 +153,7 @@ def test_score_mods_and_their_gradients(name):
     check(both_ways(score_mod, options, width=136 if name == "wide" else 8))
 
 
-def even(b, h, q, k):
+def is_even(b, h, q, k):
     return (q + k + h) % 2 == b % 2
 
 
@@ -169,7 +169,7 @@ MASKS = {
     "documents": SAME & masks.causal,
     "captured documents": masks.custom(same_document) & masks.causal,
     "batched": masks.documents(torch.stack([IDS, IDS.flip(0)]), torch.stack([KEY_IDS, KEY_IDS])),
-    "even": masks.custom(even),
+    "even": masks.custom(is_even),
     "prefix": masks.custom(prefix_mask),
     "dilated or global": masks.dilated(3, 2) | masks.global_tokens(2),
     "not causal": ~masks.causal("bottom_right"),
@@ -198,7 +198,7 @@ def test_masks_without_lists(monkeypatch):
 
 
 def test_few_queries_stack_the_heads_of_a_group():
-    check(both_ways(alibi, {"mask": masks.custom(even)}, n=3, heads=4, few=1))
+    check(both_ways(alibi, {"mask": masks.custom(is_even)}, n=3, heads=4, few=1))
 
 
 def test_gradients_in_parts_of_the_pairs(monkeypatch):
@@ -222,7 +222,7 @@ def test_one_leading_axis_is_the_heads_of_a_function():
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
 
 
-def built(score_mod=None, mask=None, **more) -> Call:
+def build_test_call(score_mod=None, mask=None, **more) -> Call:
     q = torch.zeros(2, 4, 300, 8)
     score = "scaled_dot" if score_mod is None else Modified(ScaledDot(), score_mod)
     weighting = more.get("weighting", "softmax")
@@ -246,9 +246,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("reason", WRONG)
-def test_what_has_no_translation_is_told(reason):
-    found = engine.unsupported_reason(built(WRONG[reason]))
-    assert found is not None and reason in found
+def test_the_reason_names_what_cannot_be_translated(reason):
+    result = engine.unsupported_reason(build_test_call(WRONG[reason]))
+    assert result is not None and reason in result
 
 
 @pytest.mark.parametrize("shape", [(), (2, 1, 1), (N, 1)])
@@ -258,7 +258,7 @@ def test_a_learned_temperature_divides_what_score_mod_returns(shape):
 
 
 def test_positions_of_a_shard_are_left_to_others():
-    call = replace(built(softcap), at=ShardPosition(0, 300, 300, 600))
+    call = replace(build_test_call(softcap), at=ShardPosition(0, 300, 300, 600))
     assert "spread over processes" in engine.unsupported_reason(call)
 
 
@@ -266,17 +266,17 @@ def test_rows_that_score_mod_excludes_are_empty():
     def late(s, b, h, q, k, **_):
         return torch.where(q > 4, s, -float("inf"))
 
-    found = both_ways(late, {"return_lse": True})
-    check(found)
-    assert not found[0]["result 0"][:, :, :5].any()
-    assert (found[0]["result 1"][:, :, :5] == -float("inf")).all()
+    result = both_ways(late, {"return_lse": True})
+    check(result)
+    assert not result[0]["result 0"][:, :, :5].any()
+    assert (result[0]["result 1"][:, :, :5] == -float("inf")).all()
 
 
 def test_a_mask_without_translation_is_an_array():
     def tall(b, h, q, k):
         return q.expand(-1, k.shape[-1]).cumsum(-1) > 40
 
-    mask = masks.custom(tall) & masks.custom(even)
+    mask = masks.custom(tall) & masks.custom(is_even)
     check(both_ways(None, {"mask": mask}))
 
 
@@ -287,12 +287,14 @@ def test_equal_functions_share_their_source():
         table = torch.rand(offset, 600)
         return lambda s, b, h, q, k: s + table[h, q - k + 300]
 
-    found = [
-        translate_functions(call := built(make(heads)), split_mask(call), [call.score.score_mod])
+    result = [
+        translate_functions(
+            call := build_test_call(make(heads)), split_mask(call), [call.score.score_mod]
+        )
         for heads in (4, 5)
     ]
-    assert found[0].functions == found[1].functions
-    assert found[0].captured.numbers != found[1].captured.numbers
+    assert result[0].functions == result[1].functions
+    assert result[0].captured.numbers != result[1].captured.numbers
 
 
 def of_positive(function, x):
@@ -331,9 +333,9 @@ def test_formulas_and_their_derivatives(name):
     (slope,) = made.derivatives(out, Value("g", "float"), [score])
     x = torch.linspace(-2.03, 2.11, 40).reshape(5, 8).requires_grad_()
     want = FORMULAS[name](x)
-    (wanted,) = torch.autograd.grad(want.sum(), x, allow_unused=True)
+    (expected,) = torch.autograd.grad(want.sum(), x, allow_unused=True)
     got = run_source(made.function_source("f", "g, s", out, "s"), 1.0, x.detach())
     torch.testing.assert_close(got, want.detach(), rtol=2e-5, atol=2e-5)
     got = run_source(made.function_source("f", "g, s", slope, "s"), 1.0, x.detach())
-    wanted = torch.zeros_like(x) if wanted is None else wanted
-    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+    expected = torch.zeros_like(x) if expected is None else expected
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)

@@ -38,10 +38,10 @@ class Ready(Kernel):
         super().__init__(kernel)
         self.ahead, self.late = ahead, late
 
-    def warmup(self, *given, **how):
+    def warmup(self, *args, **options):
         alone = threading.current_thread() is threading.main_thread()
         (self.late if alone else self.ahead).append(self.kernel.__name__)
-        return super().warmup(*given, **how)
+        return super().warmup(*args, **options)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def met(monkeypatch):
     monkeypatch.setattr(launch, "current_stream", lambda index: None)
     facts = kernel_call._base_constexprs.__wrapped__
     monkeypatch.setattr(
-        kernel_call, "_base_constexprs", lambda *given: facts(*given) | {"FAST": False}
+        kernel_call, "_base_constexprs", lambda *args: facts(*args) | {"FAST": False}
     )
     return early, late
 
@@ -89,14 +89,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_of_both_ways_are_compiled_in_threads_of_their_own(met, name):
     early, late = met
-    how, kernels = CASES[name]
+    options, kernels = CASES[name]
     arrays = arrays_of()
-    out = qkv.attend(*arrays, engine="triton", **how)
+    out = qkv.attend(*arrays, engine="triton", **options)
     assert set(early) == kernels and not late
     out.square().sum().backward()
     assert not late, "backward found everything that it needs"
     wide = [x.detach().double().requires_grad_() for x in arrays]
-    want = qkv.attend(*wide, engine="dense", **how)
+    want = qkv.attend(*wide, engine="dense", **options)
     want.square().sum().backward()
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     for x, y in zip(arrays, wide, strict=True):
@@ -143,7 +143,7 @@ def test_without_a_gradient_backward_is_not_compiled(met):
 def test_where_backward_does_not_fit_each_kernel_waits_for_its_launch(met, monkeypatch):
     early, late = met
 
-    def full(*given):
+    def full(*args):
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(precompile, "run_forward_and_backward", full)
@@ -153,20 +153,20 @@ def test_where_backward_does_not_fit_each_kernel_waits_for_its_launch(met, monke
 
 def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
     early, late = met
-    how = {"weighting": "entmax15", "engine": "triton"}
+    options = {"weighting": "entmax15", "engine": "triton"}
     arrays = arrays_of()
     monkeypatch.setattr(triton, "is_interpreted", lambda: True)
-    report = qkv.warm(*arrays, **how)
+    report = qkv.warm(*arrays, **options)
     assert report.engine == "triton" and report.is_plan_cached and not report.compiled
     monkeypatch.setattr(triton, "is_interpreted", lambda: False)
     monkeypatch.setattr(triton, "unsupported_reason", lambda call: None)
-    assert "compiles 5 kernels now, about" in str(qkv.explain(*arrays, **how))
-    report = qkv.warm(*arrays, **how)
+    assert "compiles 5 kernels now, about" in str(qkv.explain(*arrays, **options))
+    report = qkv.warm(*arrays, **options)
     assert len(report.compiled) == 5 and "entmax_kernel of float32" in str(report)
     assert set(early) == CASES["entmax"][1]
-    assert "kernels: ready" in str(qkv.explain(*arrays, **how))
-    assert "nothing to compile" in str(qkv.warm(*arrays, **how))
-    qkv.attend(*arrays, **how).sum().backward()
+    assert "kernels: ready" in str(qkv.explain(*arrays, **options))
+    assert "nothing to compile" in str(qkv.warm(*arrays, **options))
+    qkv.attend(*arrays, **options).sum().backward()
     assert not late, "all was there"
 
 
@@ -241,8 +241,8 @@ def test_a_call_that_torch_compiles_begins_nothing(monkeypatch):
     monkeypatch.setattr(triton, "unsupported_reason", lambda call: None)
     arrays = [x.detach() for x in arrays_of()]
 
-    def attend(*given):
-        return qkv.attend(*given, weighting="sigmoid", engine="triton")
+    def attend(*args):
+        return qkv.attend(*args, weighting="sigmoid", engine="triton")
 
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*arrays), attend(*arrays))

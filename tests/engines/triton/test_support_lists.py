@@ -24,8 +24,8 @@ def counts(monkeypatch):
     made = []
     plain = support_lists.fill_lists
 
-    def listed(*given):
-        at = plain(*given)
+    def listed(*args):
+        at = plain(*args)
         if precompile.DRY_RUN_JOBS.get() is None:  # not a dry run, which makes none
             made.append(at[..., 0].flatten().tolist())
         return at
@@ -38,13 +38,13 @@ def counts(monkeypatch):
     return made
 
 
-def results(arrays, along, **how):
+def results(arrays, along, **options):
     arrays = [x.detach().requires_grad_() for x in arrays]
-    out = qkv.attend(*arrays, **how)
+    out = qkv.attend(*arrays, **options)
     return out.detach(), *torch.autograd.grad(out, arrays, along.to(out.dtype))
 
 
-def drawn(n, m, heads, few, steep):
+def random_arrays(n, m, heads, few, steep):
     torch.manual_seed(0)
     shapes = ((heads, n), (few, m), (few, m), (heads, n))
     query, *rest, along = (torch.randn(1, *x, 16).half().to(DEVICE) for x in shapes)
@@ -61,20 +61,20 @@ def drawn(n, m, heads, few, steep):
     ],
 )
 def test_values_and_gradients_are_those_of_all_pairs(counts, weighting, mask, shape):
-    arrays, along = drawn(*shape)
-    how = {"weighting": weighting, "mask": mask}
-    got = results(arrays, along, engine="triton", **how)
+    arrays, along = random_arrays(*shape)
+    options = {"weighting": weighting, "mask": mask}
+    got = results(arrays, along, engine="triton", **options)
     keys, queries = counts
     assert max(keys) > 0
     assert max(queries) > 0
     assert sum(x for x in keys if x > 0) < 0.7 * shape[1] * len(keys)
-    want = results([x.double() for x in arrays], along, engine="dense", **how)
+    want = results([x.double() for x in arrays], along, engine="dense", **options)
     for x, y in zip(got, want, strict=True):
         assert (x.double() - y).norm() < 1e-3 * y.norm()
 
 
 def test_rows_that_weigh_most_keys_have_no_list(counts):
-    arrays, along = drawn(130, 140, 1, 1, 0.1)
+    arrays, along = random_arrays(130, 140, 1, 1, 0.1)
     got = results(arrays, along, engine="triton", weighting="entmax15", mask=masks.window(139))
     assert set(counts[0]) == {-1}
     want = results(
@@ -89,7 +89,7 @@ def test_rows_that_weigh_most_keys_have_no_list(counts):
 
 
 def test_a_row_that_is_not_finite_spoils_itself_alone(counts):
-    arrays, _ = drawn(70, 140, 1, 1, 8.0)
+    arrays, _ = random_arrays(70, 140, 1, 1, 8.0)
     arrays[0][0, 0, 3, 0] = float("nan")
     out = qkv.attend(*arrays, weighting="entmax15", mask=masks.window(139), engine="triton")
     assert counts[0][0] == -1

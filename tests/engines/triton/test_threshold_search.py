@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import Numbers
 from qkv.engines.triton.sparse import thresholds
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
-    monkeypatch.setattr(launch, "MAX_FORWARD_TILE_WIDTH", 32)
+    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: tile_choice.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(tile_choice, "MAX_FORWARD_TILE_WIDTH", 32)
 
 
 def search_arguments(query, key, weighting, number, scale, **more):
@@ -32,12 +32,12 @@ def search_arguments(query, key, weighting, number, scale, **more):
     return *Arrays(query, key, key, **named), *Numbers(scale, weighting, number, **more), False
 
 
-def entmax_threshold(query, key, *given, **more):
-    return thresholds.find_thresholds(*search_arguments(query, key, "entmax", *given, **more))[0]
+def entmax_threshold(query, key, *args, **more):
+    return thresholds.find_thresholds(*search_arguments(query, key, "entmax", *args, **more))[0]
 
 
-def topk_threshold(query, key, *given, **more):
-    return thresholds.find_thresholds(*search_arguments(query, key, "topk", *given, **more))[:2]
+def topk_threshold(query, key, *args, **more):
+    return thresholds.find_thresholds(*search_arguments(query, key, "topk", *args, **more))[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -98,12 +98,12 @@ def test_the_weights_of_entmax_sum_to_one(shape, mask, alpha):
     t = entmax_threshold(query, key, alpha, 0.5, **more, **mask)
     s = scores_of(query, key, 0.5, **more, **mask)
     mass = (((alpha - 1) * s - t.double()[..., None]).clamp(min=0) ** (1 / (alpha - 1))).sum(-1)
-    some = (s > -INFINITY).any(-1)
+    has_keys = (s > -INFINITY).any(-1)
     # A device has one instruction for a gate of 16 bits, with eleven digits.
     fast = "gate_key" in more and query.dtype == torch.float16 and not launch.is_interpreted()
     near = 2e-3 if fast else 1e-5
-    torch.testing.assert_close(mass[some], torch.ones_like(mass[some]), rtol=0, atol=near)
-    assert not t[~some].any()
+    torch.testing.assert_close(mass[has_keys], torch.ones_like(mass[has_keys]), rtol=0, atol=near)
+    assert not t[~has_keys].any()
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 30.0])
@@ -124,8 +124,8 @@ def test_a_score_that_is_not_finite_spoils_its_row_alone(odd):
     key[0, 0, 7] = key[0, 0, 7].abs() + 0.1
     t = entmax_threshold(query, key, 1.5, 1.0)
     least, _ = topk_threshold(query, key, 3, 1.0)
-    for found in (t, least):
-        assert torch.isnan(found).tolist() == [[[False, True, False]]]
+    for result in (t, least):
+        assert torch.isnan(result).tolist() == [[[False, True, False]]]
 
 
 def chosen_by(s, least, position):
@@ -215,7 +215,7 @@ def test_arrays_need_not_be_contiguous():
 def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     import triton
 
-    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
+    monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
     tried = []
     plain = thresholds.entmax_kernel
 
@@ -234,7 +234,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
     monkeypatch.setattr(thresholds, "entmax_kernel", Kernel())
     query, key, _ = arrays()
-    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
+    monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: tile_choice.Tile(16, 16, 16, 4, 3))
     entmax_threshold(query, key, 1.5, 1.0)
     assert tried == [3, 2]
 

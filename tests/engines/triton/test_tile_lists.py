@@ -33,7 +33,7 @@ RULES = {
 }  # fmt: skip
 
 
-def listed(mask, by_key, in_order=False):
+def list_tiles(mask, by_key, in_order=False):
     """Return the call, its lanes, and the lists as {(lane, tile): (full, partial)}."""
     q, k = torch.zeros(2, 2, N, 16), torch.zeros(2, 2, M, 16)
     call = build_call(q, k, k, "dot", "softmax", mask, 0.0, None, None)
@@ -42,11 +42,11 @@ def listed(mask, by_key, in_order=False):
     assert lists.is_possible
     at, counts = lists.fill_lists(ROWS, COLS, by_key, in_order)
     own = -(-M // COLS) if by_key else -(-N // ROWS)
-    found = {}
+    result = {}
     for line, (full, partial) in enumerate(counts.tolist()):
-        some = at[line, : full + partial].tolist()
-        found[divmod(line, own)] = some[:full], some[full:]
-    return call, lists, found
+        listed = at[line, : full + partial].tolist()
+        result[divmod(line, own)] = listed[:full], listed[full:]
+    return call, lists, result
 
 
 @pytest.fixture(autouse=True)
@@ -58,27 +58,27 @@ def short_lists(monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("by_key", [False, True])
 def test_every_tile_is_full_or_partial_or_absent(name, by_key):
-    call, lists, found = listed(RULES[name], by_key)
+    call, lists, result = list_tiles(RULES[name], by_key)
     live = call.rule.allowed_pairs(make_block(call)).expand(2, 2, N, M)
     live = live[: lists.batches, : lists.heads].flatten(0, 1)
-    for (lane, own), (full, partial) in found.items():
+    for (lane, own), (full, partial) in result.items():
         for other in range(-(-N // ROWS) if by_key else -(-M // COLS)):
             i, j = (other, own) if by_key else (own, other)
             tile = live[lane, i * ROWS : (i + 1) * ROWS, j * COLS : (j + 1) * COLS]
-            whole = tile.shape == (ROWS, COLS) and bool(tile.all())
-            assert (other in full) == whole
-            assert (other in partial) == (bool(tile.any()) and not whole)
+            complete = tile.shape == (ROWS, COLS) and bool(tile.all())
+            assert (other in full) == complete
+            assert (other in partial) == (bool(tile.any()) and not complete)
         assert full == sorted(full) and partial == sorted(partial)
 
 
 def test_a_list_in_order_has_no_full_tiles():
-    _, _, found = listed(RULES["documents"], False, in_order=True)
-    assert any(partial for _, partial in found.values())
-    assert all(not full and partial == sorted(partial) for full, partial in found.values())
+    _, _, result = list_tiles(RULES["documents"], False, in_order=True)
+    assert any(partial for _, partial in result.values())
+    assert all(not full and partial == sorted(partial) for full, partial in result.values())
 
 
 def test_lanes_share_lists_unless_the_mask_differs():
-    lanes = {name: listed(rule, False)[1] for name, rule in RULES.items()}
+    lanes = {name: list_tiles(rule, False)[1] for name, rule in RULES.items()}
     shapes = {name: (x.batches, x.heads) for name, x in lanes.items()}
     assert shapes == {
         "documents": (2, 1), "causal custom": (1, 2), "window or global": (1, 1), "layout": (2, 1),

@@ -18,17 +18,17 @@ def seen(monkeypatch):
     """The calls of a node."""
     calls, node = [], norms.squared_norms.node
     monkeypatch.setattr(
-        norms.squared_norms, "node", lambda *given: calls.append(given) or node(*given)
+        norms.squared_norms, "node", lambda *args: calls.append(args) or node(*args)
     )
     return calls
 
 
-def given():
+def random_tensor():
     return torch.randn(3, 8, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
 
 
 def test_eager_code_sees_the_function(seen):
-    x = given().requires_grad_()
+    x = random_tensor().requires_grad_()
     out = norms.squared_norms(x, 0.5)
     assert not seen
     for y, z in ((out, 0.5 * (x * x).sum(-1, keepdim=True)), (slope(out, x), x)):
@@ -39,7 +39,7 @@ def test_eager_code_sees_the_function(seen):
 
 
 def test_the_node_has_the_same_gradient():
-    x = given().requires_grad_()
+    x = random_tensor().requires_grad_()
     one, two = norms.squared_norms(x, 0.5), norms.squared_norms.node(x, 0.5)
     assert torch.equal(one, two)
     assert torch.equal(slope(one, x), slope(two, x))
@@ -50,7 +50,7 @@ def slope(out, x):
 
 
 def test_a_trace_sees_the_node(seen):
-    graph = make_fx(lambda x: norms.squared_norms(x, 0.5))(given()).graph
+    graph = make_fx(lambda x: norms.squared_norms(x, 0.5))(random_tensor()).graph
     assert "qkv.squared_norms.default" in {str(node.target) for node in graph.nodes}
     assert seen
 

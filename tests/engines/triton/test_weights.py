@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 import qkv
 from qkv import attention, masks, weightings
 from qkv.engines import triton
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.weights import compute_weights, weights_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,10 +25,10 @@ def arrays(few=3, n=70, m=90, d=12, dtype=torch.float32):
     return [torch.randn(s, dtype=dtype, device=DEVICE, requires_grad=True) for s in shapes]
 
 
-def call_of(query, key, value, mask=None, **how):
-    how = {"score": "scaled_dot", "weighting": "softmax"} | how
-    given = how["score"], how["weighting"], mask, 0.0, None, None
-    return attention.build_call(query, key, value, *given)
+def call_of(query, key, value, mask=None, **options):
+    options = {"score": "scaled_dot", "weighting": "softmax"} | options
+    inputs = options["score"], options["weighting"], mask, 0.0, None, None
+    return attention.build_call(query, key, value, *inputs)
 
 
 @pytest.mark.sample(4)
@@ -52,24 +52,24 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     """float32 rows of more than 128 numbers do not fit an H200 in three stages."""
     tried, start = [], launch.launch_kernel
 
-    def small(*given):
-        if given[0] is weights_kernel:
-            tried.append(given[-1].stages)
+    def small(*args):
+        if args[0] is weights_kernel:
+            tried.append(args[-1].stages)
             if tried[-1] == 3:
                 raise OutOfResources(393216, 232448, "shared memory")
-        return start(*given)
+        return start(*args)
 
-    monkeypatch.setattr(launch, "SHRUNK_TILES", {})
+    monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
     monkeypatch.setattr(launch, "launch_kernel", small)
     check(arrays(1, 9, 20, 40), None, False)
     assert tried == [3, 2]
 
 
-def check(given, mask, mean):
+def check(inputs, mask, mean):
     """Against the equation in float64: the output, α, and their gradients."""
     temperature = weightings.Softmax(0.7)
-    found = triton.run_with_weights(call_of(*given, mask, weighting=temperature), mean)
-    wide = [x.detach().double().requires_grad_() for x in given]
+    actual = triton.run_with_weights(call_of(*inputs, mask, weighting=temperature), mean)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
     mask = mask.double() if isinstance(mask, torch.Tensor) else mask
     out, alpha = qkv.attend(
         *wide, weighting=temperature, mask=mask, return_weights=True, engine="dense"
@@ -81,20 +81,20 @@ def check(given, mask, mean):
         loss = sum((x.double() * mark).sum() for x, mark in zip(results, marks, strict=True))
         return torch.autograd.grad(loss, leaves)
 
-    for got, want in zip(found, (out, alpha), strict=True):
+    for got, want in zip(actual, (out, alpha), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-    for got, want in zip(slopes(found, given), slopes((out, alpha), wide), strict=True):
+    for got, want in zip(slopes(actual, inputs), slopes((out, alpha), wide), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_weights_alone_have_their_whole_gradient():
     query, key, _ = arrays()
     lse = (query.detach() @ key.detach().mT).logsumexp(-1)
-    found = compute_weights(query, key, lse, 1.0, None, False)
+    actual = compute_weights(query, key, lse, 1.0, None, False)
     want = (query @ key.mT).softmax(-1)
     mark = torch.randn_like(want)
     for got, right in zip(
-        torch.autograd.grad((found * mark).sum(), (query, key)),
+        torch.autograd.grad((actual * mark).sum(), (query, key)),
         torch.autograd.grad((want * mark).sum(), (query, key)),
         strict=True,
     ):
@@ -105,21 +105,21 @@ def test_sixteen_bits_and_strides():
     query, key, _ = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in arrays(d=16))
     low = [x.to(torch.bfloat16) for x in (query, key)]
     lse = (low[0].float() @ low[1].float().mT).logsumexp(-1)
-    found = compute_weights(*low, lse, 1.0, None, True)
-    assert found.dtype == torch.bfloat16
+    actual = compute_weights(*low, lse, 1.0, None, True)
+    assert actual.dtype == torch.bfloat16
     want = (low[0].double() @ low[1].double().mT).softmax(-1).mean(1)
-    torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(actual.double(), want, rtol=1e-2, atol=1e-3)
 
 
 def test_a_row_without_keys_gives_zeros():
-    given = arrays()
-    _, alpha = triton.run_with_weights(call_of(*given, masks.causal(offset=-5)), False)
+    inputs = arrays()
+    _, alpha = triton.run_with_weights(call_of(*inputs, masks.causal(offset=-5)), False)
     assert (alpha[..., :5, :] == 0).all()
-    assert torch.isfinite(torch.autograd.grad(alpha.sum(), given[:2])[0]).all()
+    assert torch.isfinite(torch.autograd.grad(alpha.sum(), inputs[:2])[0]).all()
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {"score": "gaussian"},
         {"weighting": "sparsemax"},
@@ -129,5 +129,5 @@ def test_a_row_without_keys_gives_zeros():
     ],
     ids=str,
 )
-def test_calls_of_another_kind_are_left_to_others(how):
-    assert triton.run_with_weights(call_of(*arrays(), **how), True) is None
+def test_calls_of_another_kind_are_left_to_others(options):
+    assert triton.run_with_weights(call_of(*arrays(), **options), True) is None

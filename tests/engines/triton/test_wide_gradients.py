@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from qkv.engines.triton.backward import wide_gradients
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import tile_choice
 from tests.engines.triton.test_additive_features import DEVICE
 
 
 @pytest.mark.parametrize("band", [(None, None), (None, 5), (-30, None), (-20, 10), (90, None)])
 def test_columns_up_to_the_width_are_the_products(band, monkeypatch):
     monkeypatch.setattr(
-        wide_gradients, "TILE", launch.Tile(64, 64, 64, 4, 2, uses_descriptors=True)
+        wide_gradients, "TILE", tile_choice.Tile(64, 64, 64, 4, 2, uses_descriptors=True)
     )
     pairs, n, m, w, line = 2, 70, 100, 192, 80
     torch.manual_seed(0)

@@ -108,15 +108,22 @@ class Numbers(Encoder):
         return out
 
     def default_score(self, rows: int) -> Score:
+        return Gaussian(self._default_bandwidth(rows))
+
+    def _default_bandwidth(self, rows: int) -> float | np.ndarray:
+        """Return `bandwidth` if it was passed, 1 with `units`, and else Scott's rule.
+
+        Scott's rule gives σ · rows^(−1 / (width + 4)), with the standard deviation σ per column.
+        """
         if self.bandwidth is not None:
-            return Gaussian(float(self.bandwidth))
+            return float(self.bandwidth)
         if self.units is not None:
-            return Gaussian(1.0)
+            return 1.0
         scott = float(max(rows, 1) ** (-1 / (self.width + 4)))
         spread = self.spread or (1.0,)  # the unit is then the standard deviation
         if len(spread) == 1:
-            return Gaussian(scott * spread[0])
-        return Gaussian(np.asarray(spread, np.float32) * np.float32(scott))
+            return scott * spread[0]
+        return np.asarray(spread, np.float32) * np.float32(scott)
 
     def standardize_query(self, query: Array) -> Array | None:
         mean, unit = self._require_fitted()

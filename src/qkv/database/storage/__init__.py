@@ -31,13 +31,13 @@ from qkv.database.storage.snapshot import Snapshot
 from qkv.database.storage.store import Commit, Store, Version
 
 if TYPE_CHECKING:
-    from qkv.database.storage.integrity_check import Problem, check
+    from qkv.database.storage.integrity_check import Problem, check_store
 
-__all__ = ["Commit", "CompactReport", "Problem", "Snapshot", "Store", "Version", "check"]
+__all__ = ["Commit", "CompactReport", "Problem", "Snapshot", "Store", "Version", "check_store"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Problem", "check"):
+    if name not in ("Problem", "check_store"):
         raise AttributeError(f"module 'qkv.database.storage' has no attribute {name!r}")
     # Few programs need this module, so it is imported on first use.
     from qkv.database.storage import integrity_check

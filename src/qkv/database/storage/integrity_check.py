@@ -80,7 +80,7 @@ _READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """Errors while reading. SQLite's messages may quote text that is not valid UTF-8."""
 
 
-def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | None:
+def repair_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | None:
     """Rebuild the catalog; return what was lost as sentences, or None if nothing could be read.
 
     The numbers of the new version and of new files are higher than those of the marker.
@@ -111,7 +111,7 @@ def rebuild_catalog(folder: Path, marker: CommitMarker | None) -> list[str] | No
     return losses
 
 
-def rebuild_bundle_index(folder: Path, entry: SegmentEntry) -> bool:
+def repair_bundle_index(folder: Path, entry: SegmentEntry) -> bool:
     """Rebuild the index of a bundle from its rows. Return False if the rows are damaged too."""
     if entry.generation != BUNDLE_GENERATION:
         return False
@@ -508,7 +508,7 @@ class Problem:
         return f"{self.file}: {self.what}{' (repaired)' if self.repaired else ''}"
 
 
-def check(
+def check_store(
     path: str | os.PathLike[str],
     *,
     repair: bool = False,
@@ -528,7 +528,7 @@ def check(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with Store(folder) as store:
     ...         _ = store.commit(records=["one"], digests=[b"1"])
-    ...     check(folder)
+    ...     check_store(folder)
     []
     """
     folder = Path(path)
@@ -556,7 +556,7 @@ def _find_problems(
     marker = commit_marker.read_marker(folder)
     messages = _find_catalog_problems(folder, marker)
     if messages and repair:
-        losses = rebuild_catalog(folder, marker)
+        losses = repair_catalog(folder, marker)
         marker = None
         for message in messages:
             yield Problem(CATALOG_FILE, message, repaired=losses is not None)
@@ -743,12 +743,12 @@ def _check_files(
                 # A compaction may have replaced the file meanwhile.
                 if file in catalog.list_files():
                     rows = f" ({entry.rows:,} rows)" if entry is not None else ""
-                    was_rebuilt = (
+                    was_repaired = (
                         folder_to_repair is not None
                         and entry is not None
-                        and rebuild_bundle_index(folder_to_repair, entry)
+                        and repair_bundle_index(folder_to_repair, entry)
                     )
-                    yield Problem(file, f"{_format_reason(error)}{rows}", repaired=was_rebuilt)
+                    yield Problem(file, f"{_format_reason(error)}{rows}", repaired=was_repaired)
             size += length
             if progress is not None:
                 progress(size, total)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from qkv.engines.triton.backward.backward_queries import accumulate_query_gradients
 from qkv.engines.triton.forward.forward import empty_state, finish_rows, pool_tiles, store_rows
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import KernelCall, Numbers
-from qkv.engines.triton.launching.launch import Tile
 from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.launching.torch_operator import register_operator
 from qkv.engines.triton.tile_functions.program import load_query_tile, locate_keys
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -153,7 +153,9 @@ def repair_in_place(
     """Repair the output in place, without checks and outside of transforms: see `repair_output`."""
     if out.numel() and key.shape[2]:
         call = KernelCall(*Arrays(query, key, value), *Numbers(scale, upper=0))
-        _launch_repair(call, repair_kernel, (out, kept), call.w > launch.MAX_FORWARD_TILE_WIDTH)
+        _launch_repair(
+            call, repair_kernel, (out, kept), call.w > tile_choice.MAX_FORWARD_TILE_WIDTH
+        )
 
 
 @register_operator(_fake_repair, mutates=("out",))

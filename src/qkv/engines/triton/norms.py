@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.torch_operator import refuse_second_derivative, register_operator
 from qkv.engines.triton.tile_functions.tiles import jit_kernel, lanes_and_rows
@@ -122,9 +122,9 @@ def _launch_rows(
         return
     w = x.shape[-1]
     rows = x.numel() // w
-    block = launch.next_power_of_2(w)
+    block = tile_choice.next_power_of_2(w)
     tall = max(each // block, 1)
-    tile = launch.Tile(
+    tile = tile_choice.Tile(
         tall, block, block, 4 if block <= NUMBERS_PER_PROGRAM else min(block // 1024, 16), 1
     )
     facts = {"W": w, "ROWS": tall, "BLOCK": block}

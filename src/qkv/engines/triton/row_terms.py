@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import PADDED_ROWS
 from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.torch_operator import register_operator
@@ -21,7 +21,7 @@ from qkv.engines.triton.tile_functions.tiles import jit_kernel
 
 TILE_ROWS = PADDED_ROWS
 """Rows of a program."""
-TILE = launch.Tile(TILE_ROWS, 1, 64, 4, 1)
+TILE = tile_choice.Tile(TILE_ROWS, 1, 64, 4, 1)
 
 
 @triton.jit
@@ -104,4 +104,4 @@ def restore_rows(columns: Tensor, factor: float, out: Tensor) -> None:
 
 
 def _block_width(w: int) -> int:
-    return min(max(launch.next_power_of_2(w), 16), 64)
+    return min(max(tile_choice.next_power_of_2(w), 16), 64)

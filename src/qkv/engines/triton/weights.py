@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton.backward import backward
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import tile_choice
 from qkv.engines.triton.launching.kernel_call import KernelCall, Numbers
-from qkv.engines.triton.launching.launch import Tile
 from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions.program import (
     compute_product,
     compute_tile_scores,
@@ -105,7 +105,7 @@ def _build_call(
 def _launch_weights(*given: Any) -> Tensor:
     call, lse, mean = _build_call(*given), given[2], given[-1]
     out = call.query.new_empty((call.b, 1 if mean else call.h, call.n, call.m))
-    wide = max(launch.next_power_of_2(call.w), 16)
+    wide = max(tile_choice.next_power_of_2(call.w), 16)
     own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
     call.constexprs = call.constexprs | BASE_CONSTEXPRS | own
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qkv.engines.triton.backward import backward
 from qkv.engines.triton.forward import forward
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import MIN_VALUE_COLUMNS, KernelCall, Numbers
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions.records import Arrays
 from qkv.engines.triton.tile_functions.tiles import INFINITY, jit_kernel
 
@@ -179,7 +179,7 @@ class ExactKernelCall(KernelCall):
             "TANH": 1 + by_ptx,
             "EDGES": True,  # one loop, because each takes long to compile
             "BLOCK": TILE_ROWS,
-            "UNITS": launch.next_power_of_2(self.w),
+            "UNITS": tile_choice.next_power_of_2(self.w),
             "BLOCK_D": max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS),
         }
         self.can_use_descriptors = False

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.tile_functions.tiles import jit_kernel
 from qkv.scores import tanh_factors
 from qkv.util.caches import memoize
@@ -39,7 +39,7 @@ ELEMENTS_PER_PROGRAM = 1024
 """Elements of x per program."""
 COEFFICIENTS_PER_PROGRAM = 16
 """Coefficients of a fit per program."""
-KERNEL_TILE = launch.Tile(1, 1, 1, 4, 3)
+KERNEL_TILE = tile_choice.Tile(1, 1, 1, 4, 3)
 """The tile of these kernels: only its warps and stages are used."""
 COLUMN_CHUNK = tl.constexpr(64)
 """The width is a multiple of this."""
@@ -269,7 +269,7 @@ def build_tables(pairs: int, error: float, fine: float, device: Any) -> tuple[Te
 @memoize("triton.feature_tiles")
 def _tile_shape(h: int) -> tuple[int, int]:
     """Return the rows and columns of a program's tile."""
-    wide = min(launch.next_power_of_2(h), 128)
+    wide = min(tile_choice.next_power_of_2(h), 128)
     return max(ELEMENTS_PER_PROGRAM // wide, 1), wide
 
 
@@ -305,16 +305,16 @@ def fit_units(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `fit`, `beyond` and `width` for units with these ranges."""
     h, (count, rows, order), pairs = parts.shape[-1], table.shape, count_pairs(table)
-    size, narrow = rows * order, min(launch.next_power_of_2(h), 64)
-    whole = 2 * pairs * h <= launch.MAX_FORWARD_TILE_WIDTH  # a tile holds all columns
+    size, narrow = rows * order, min(tile_choice.next_power_of_2(h), 64)
+    whole = 2 * pairs * h <= tile_choice.MAX_FORWARD_TILE_WIDTH  # a tile holds all columns
     facts = {
         "SIZE": size,
         "SHARE": COEFFICIENTS_PER_PROGRAM,
         "COUNT": parts.shape[0],
-        "BLOCK_G": launch.next_power_of_2(count),
+        "BLOCK_G": tile_choice.next_power_of_2(count),
         "BLOCK_H": narrow,
         "J": pairs,
-        "LEAST": launch.MAX_FORWARD_TILE_WIDTH if whole else COLUMN_CHUNK.value,
+        "LEAST": tile_choice.MAX_FORWARD_TILE_WIDTH if whole else COLUMN_CHUNK.value,
     }
     found = allocate_fit(parts, table)
     programs = (1 + -(-size // COEFFICIENTS_PER_PROGRAM), -(-h // narrow))
@@ -325,7 +325,7 @@ def fit_units(
 
 def kernel_width(h: int, pairs: int, width: Tensor) -> Tensor | None:
     """Return the width for the kernels; None if a tile holds all columns of φ and ψ."""
-    return None if 2 * pairs * h <= launch.MAX_FORWARD_TILE_WIDTH else width
+    return None if 2 * pairs * h <= tile_choice.MAX_FORWARD_TILE_WIDTH else width
 
 
 def compute_features(known: FeatureInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

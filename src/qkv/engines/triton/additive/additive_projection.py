@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton.additive import additive_exact
-from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import as_row_major
 from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.torch_operator import refuse_second_derivative, register_operator
@@ -23,7 +23,7 @@ MAX_WIDTH = 128
 """The most columns of a row, and the most units, that a program holds at once."""
 PROGRAMS_PER_SIDE = 128
 """Programs for queries, and as many for keys."""
-TILE = launch.Tile(64, 1, 1, 4, 3)
+TILE = tile_choice.Tile(64, 1, 1, 4, 3)
 
 
 @triton.jit
@@ -187,8 +187,8 @@ def _projection_constexprs(w: Tensor) -> dict[str, Any]:
     h, d = w.shape
     return {
         "D": d,
-        "BLOCK_D": max(launch.next_power_of_2(d), 16),
-        "BLOCK_H": max(launch.next_power_of_2(h), 16),
+        "BLOCK_D": max(tile_choice.next_power_of_2(d), 16),
+        "BLOCK_H": max(tile_choice.next_power_of_2(h), 16),
         "ROWS": TILE.rows,
         "LOOKS": PROGRAMS_PER_SIDE,
         "PRECISION": "ieee",

@@ -17,9 +17,9 @@ from qkv.engines.triton.backward import (
     captured_gradients,
     wide_gradients,
 )
-from qkv.engines.triton.launching import launch, precompile, workspace
+from qkv.engines.triton.launching import launch, precompile, tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import KernelCall, round_query, shared_strides
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
 
@@ -73,7 +73,9 @@ def attend_backward(
         return grads
     along = along.contiguous()
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
-    broad = call.w > launch.MAX_BACKWARD_TILE_WIDTH or call.d > launch.MAX_BACKWARD_TILE_WIDTH
+    broad = (
+        call.w > tile_choice.MAX_BACKWARD_TILE_WIDTH or call.d > tile_choice.MAX_BACKWARD_TILE_WIDTH
+    )
     call.constexprs = call.constexprs | {"CENTRED": centred}
     bent = call.gate_query is not None or call.constexprs["CAP"] or call.constexprs["HAS_MOD"]
     bent = bent or call.form != "product"
@@ -81,7 +83,7 @@ def attend_backward(
     fused = fused and _split_query_loop(call, call.choose_tile("to_queries", call.n))[0] == 1
     # Softmax's centre comes from the rounded output. That is precise enough unless the sum of a
     # row's gradients matters: for a temperature, a gate of few rows, or a single row.
-    few = call.n <= (launch.MAX_PACKED_ROWS if call.gate_query is not None else 1)
+    few = call.n <= (tile_choice.MAX_PACKED_ROWS if call.gate_query is not None else 1)
     whole = call.weighting == "entmax" or few or call.needs_exact_row_sums
     if for_captured and call.functions is not None:  # sums over keys of a row
         whole = whole or any("k" not in x.positions for x in call.functions.captured)
@@ -114,7 +116,7 @@ def weights_backward(call: KernelCall, along: Tensor, lse: Tensor) -> tuple[Tens
 
     `lse` (B, H, n) is the log-sum-exp of the scores.
     """
-    wide = call.w > launch.MAX_BACKWARD_TILE_WIDTH
+    wide = call.w > tile_choice.MAX_BACKWARD_TILE_WIDTH
     # Aligned rows are read 16 bytes at a time: worth a copy if all heads read the same array.
     shared = along.shape[1] < call.h
     if along.stride(3) != 1 or (shared and along.stride(2) % 16):
@@ -202,7 +204,7 @@ def compute_centre(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tens
     """Return Σ ∂L/∂out · out − ∂L/∂lse of each row, (B, H, n)."""
     *rows, d = out.shape
     centre = workspace.allocate_buffer(out, rows)
-    facts = {"D": d, "BLOCK_D": launch.block_width(d, out.dtype), "ROWS": 64}
+    facts = {"D": d, "BLOCK_D": tile_choice.block_width(d, out.dtype), "ROWS": 64}
     arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
     lines, tile = centre.numel(), Tile(64, 1, 1, 4, 1)
     launch.launch_kernel(

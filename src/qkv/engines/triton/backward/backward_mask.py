@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import KernelCall
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.program import (
     compute_product,
@@ -220,7 +220,7 @@ def fill_mask_gradient(
         # Scores summed term by term are much code at full width. Otherwise compute scores as the
         # pass that computed the centre.
         much = call.constexprs["APART"] and call.weighting == "topk"
-        wide = max(call.w, call.d) > launch.MAX_BACKWARD_TILE_WIDTH or much
+        wide = max(call.w, call.d) > tile_choice.MAX_BACKWARD_TILE_WIDTH or much
         wide = wide or not call.has_product
         facts = call.constexprs | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {

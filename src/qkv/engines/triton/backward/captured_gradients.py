@@ -16,9 +16,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, precompile
+from qkv.engines.triton.launching import launch, precompile, tile_choice
 from qkv.engines.triton.launching.kernel_call import KernelCall
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.pair_functions.functions import CapturedGradient
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.program import (
@@ -258,7 +258,7 @@ def _launch_sums(
     splits = -(-rounds // span)
     found = call.allocate_buffer(splits, lanes, rows_n, keys)
     much = call.constexprs["APART"] and call.weighting == "topk"
-    wide = max(call.w, call.d) > launch.MAX_BACKWARD_TILE_WIDTH or much
+    wide = max(call.w, call.d) > tile_choice.MAX_BACKWARD_TILE_WIDTH or much
     assert call.functions is not None
     facts = call.constexprs | {
         "ROWS": tile.rows,

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.tile_functions.tiles import jit_kernel, visible_tiles
 
-TILE = launch.Tile(256, 128, 64, 8, 4, uses_descriptors=True)
+TILE = tile_choice.Tile(256, 128, 64, 8, 4, uses_descriptors=True)
 """Rows and columns of a tile of the result, and terms per step (`chunk`)."""
 
 
@@ -80,7 +80,7 @@ def fill_zeros(x: Tensor) -> Tensor:
     """Fill a contiguous x with 0 by a kernel, so that a replay repeats it; return x."""
     facts, count = {"BLOCK": 4096}, x.numel()
     launch.launch_kernel(
-        clear_kernel, -(-count // 4096), (x,), (), (count,), facts, launch.Tile(1, 1, 1, 4, 1)
+        clear_kernel, -(-count // 4096), (x,), (), (count,), facts, tile_choice.Tile(1, 1, 1, 4, 1)
     )
     return x
 

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import KernelCall, round_query
-from qkv.engines.triton.launching.launch import Tile
 from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.program import (
     align_stride,
@@ -293,7 +293,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
     if hopper is not None and hopper.is_supported(call):
         hopper.launch_pool(call, out, lse, kept)
         return
-    packed = call.n * call.group <= launch.MAX_PACKED_ROWS and call.group > 1
+    packed = call.n * call.group <= tile_choice.MAX_PACKED_ROWS and call.group > 1
     packed = packed and not call.constexprs["TANH"]
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
@@ -302,7 +302,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
         programs = lanes * -(-rows // tile.rows)
         splits, span = call.split_loop(programs, call.m, tile.cols, tile.waves)
         # Scores summed term by term are much code: read the width in chunks.
-        wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or (
+        wide = call.w > tile_choice.MAX_FORWARD_TILE_WIDTH or (
             call.w > 64 and call.constexprs["SCORES"] != call.constexprs["PRECISION"]
         )
         wide = wide or not call.has_product
@@ -350,7 +350,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
                 Tile(1, 1, 1, 4, 2),
             )  # fmt: skip
 
-    few = lanes < launch.count_processors(out.device) and rows <= launch.MAX_PACKED_ROWS
+    few = lanes < launch.count_processors(out.device) and rows <= tile_choice.MAX_PACKED_ROWS
     name = "split" if few else "pool"
     call.run_with_fitting_tile(name, call.choose_tile(name, rows), run_tile)
 

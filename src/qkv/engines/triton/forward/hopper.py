@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkv.engines.triton.launching import launch
-from qkv.engines.triton.launching.launch import Tile
 from qkv.engines.triton.launching.precompile import CompileNotifier
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions.tiles import (
     INFINITY,
     LN2,

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, workspace
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching import launch, tile_choice, workspace
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.pair_functions.expressions import MAX_NUMBERS
 from qkv.engines.triton.pair_functions.functions import PairFunctions
 from qkv.engines.triton.pair_functions.tile_lists import TileLists
@@ -203,7 +203,8 @@ class KernelCall:
         if self.weighting != "softmax" or any(x is not None for x in others):
             return 0
         fits = (
-            self.query.element_size() == 2 and max(self.w, self.d) <= launch.MAX_BACKWARD_TILE_WIDTH
+            self.query.element_size() == 2
+            and max(self.w, self.d) <= tile_choice.MAX_BACKWARD_TILE_WIDTH
         )
         fits = fits and self.n % 8 == 0 and 0 not in self.strides[:9] and 1e-3 < times < 1e3
         if self.pairs is None or not (
@@ -238,9 +239,11 @@ class KernelCall:
             self.constexprs["LOWER"] or self.constexprs["UPPER"],
         )
         if self.constexprs["BY_COLUMN"]:
-            return launch.TILE_OVERRIDES.get(name) or launch.choose_column_tile(name, rows)
+            return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_column_tile(
+                name, rows
+            )
         window = self.constexprs["WINDOW"]
-        tile = launch.TILE_OVERRIDES.get(name) or launch.choose_tile(
+        tile = tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_tile(
             name, self.w, self.d, size, rows, self.is_plain_product, banded, self.pairs is not None,
             self.gate_key is not None or window or self.constexprs["HAS_MOD"],
             self.float_mask_bytes,
@@ -251,16 +254,16 @@ class KernelCall:
     def run_with_fitting_tile(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
         """Run with this tile, or with the largest smaller one that the device supports."""
         about = (name, tile, self.query.device, self.query.dtype, *self.constexprs.values())
-        tile = launch.SHRUNK_TILES.get(about, tile) if launch.SHRUNK_TILES else tile
+        tile = tile_choice.SHRUNK_TILES.get(about, tile) if tile_choice.SHRUNK_TILES else tile
         with launch.use_device(self.query.device):
             while True:
                 try:
                     return run(tile)
                 except triton.runtime.errors.OutOfResources:
-                    tile = launch.SHRUNK_TILES[about] = launch.shrink_tile(tile)
+                    tile = tile_choice.SHRUNK_TILES[about] = tile_choice.shrink_tile(tile)
 
     def product_block_width(self, tile: Tile, wide: bool) -> int:
-        return tile.chunk if wide else launch.block_width(self.w, self.query.dtype)
+        return tile.chunk if wide else tile_choice.block_width(self.w, self.query.dtype)
 
     def pass_constexprs(self, tile: Tile, wide: bool, splits: int) -> dict[str, Any]:
         """Return the compile-time constants of a pass with this tile."""
@@ -302,7 +305,7 @@ class KernelCall:
         if (
             self.support_lists is None
             or not plain
-            or max(self.w, self.d) > launch.MAX_BACKWARD_TILE_WIDTH
+            or max(self.w, self.d) > tile_choice.MAX_BACKWARD_TILE_WIDTH
         ):
             return [self.listed_loop(tile, by_key)]
         at, few = self.support_lists, Tile(ROWS_PER_LIST, ROWS_PER_LIST // 2, ROWS_PER_LIST, 4, 3)
@@ -389,7 +392,7 @@ def _base_constexprs(
     return {
         "W": w,
         "D": d,
-        "BLOCK_D": launch.block_width(d, dtype),
+        "BLOCK_D": tile_choice.block_width(d, dtype),
         "WEIGHTING": weighting,
         "POWER": {2.0: 1, 1.5: 2}.get(alpha, 0) if weighting == "entmax" else 0,
         "APART": dtype == torch.float32,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, precompile, workspace
+from qkv.engines.triton.launching import launch, precompile, tile_choice, workspace
 from qkv.engines.triton.launching.launch import Launch
 from qkv.engines.triton.launching.workspace import LaunchRecording
 from qkv.util import caches
@@ -118,7 +118,7 @@ class LaunchListCache(dict[Any, LaunchList]):
             return results
         steps = (
             None
-            if launch.TILE_OVERRIDES
+            if tile_choice.TILE_OVERRIDES
             else _build_launch_list(recording, given, result_arrays, is_single)
         )
         if steps is not None:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton.launching import launch, workspace
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.tiles import jit_kernel
 

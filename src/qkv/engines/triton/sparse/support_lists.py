@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch
-from qkv.engines.triton.launching.launch import Tile
+from qkv.engines.triton.launching import launch, tile_choice
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions.tiles import jit_kernel
 
 ROWS_PER_LIST = 64
@@ -40,7 +40,7 @@ def lists_pay_off(query: Tensor, key: Tensor, banded: bool) -> bool:
     (b, h, n, w), m = query.shape, key.shape[2]
     if not all(isinstance(x, int) for x in (b, h, n, m)):  # symbolic lengths of a graph
         return False
-    if not banded or query.element_size() != 2 or w > launch.MAX_BACKWARD_TILE_WIDTH:
+    if not banded or query.element_size() != 2 or w > tile_choice.MAX_BACKWARD_TILE_WIDTH:
         return False
     enough = b * h * count_tiles(n) >= launch.count_processors(query.device)
     return bool(min(n, m) >= MIN_LENGTH_FOR_LISTS and enough)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton.launching import launch, workspace
+from qkv.engines.triton.launching import tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import (
     SCHEMA_ARGUMENTS,
     KernelCall,
     Numbers,
     round_query,
 )
-from qkv.engines.triton.launching.launch import Tile
 from qkv.engines.triton.launching.launch_replay import replay_launches
+from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.launching.torch_operator import register_operator
 from qkv.engines.triton.sparse import support_lists
 from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
@@ -26,7 +26,7 @@ from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
 def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False) -> Tile:
     w = query.shape[-1]
     if by_column:
-        return launch.choose_column_tile("search", ROWS_PER_LIST)
+        return tile_choice.choose_column_tile("search", ROWS_PER_LIST)
     if phase:
         return Tile(ROWS_PER_LIST, ROWS_PER_LIST, 64, 4, 3, registers=128 if w <= 64 else 168)
     if query.element_size() == 4:
@@ -46,7 +46,7 @@ def _launch_search(
     call = KernelCall(*given, *numbers)
     # A float32 product is one instruction per term in each loop, which compiles slowly at full
     # width. In chunks, the order of the sum is the same.
-    wide = call.w > launch.MAX_FORWARD_TILE_WIDTH or call.query.dtype == torch.float32
+    wide = call.w > tile_choice.MAX_FORWARD_TILE_WIDTH or call.query.dtype == torch.float32
     wide = wide or not call.has_product
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
@@ -66,7 +66,7 @@ def _launch_search(
                 "ROWS": tile.rows,
                 "COLS": tile.cols,
                 "TMA": tile.uses_descriptors and call.can_use_descriptors,
-                "BLOCK_W": tile.chunk if wide else max(16, launch.next_power_of_2(call.w)),
+                "BLOCK_W": tile.chunk if wide else max(16, tile_choice.next_power_of_2(call.w)),
             }
         )
         programs = call.b * call.h * -(-call.n // tile.rows)
