@@ -128,7 +128,7 @@ class Answer(Displayable):
 
     @lazy_property
     def prediction_set(self) -> list[Row]:
-        """The rows among which the right one is with probability `coverage`, heaviest first.
+        """The rows that contain the right one with probability `coverage`, heaviest first.
 
         Raises `CombinationError` unless `Database.calibrate` was called for this score and
         weighting.
@@ -404,7 +404,7 @@ class Answer(Displayable):
     def _effective_groups(self, weights: Any) -> float:
         """Return the effective number of groups (keys or values) with these weights.
 
-        That is e^entropy. The remaining weight counts as spread evenly over the remaining rows.
+        That is e^entropy. The remaining weight is treated as spread evenly over the remaining rows.
         """
         shares = np.abs(weights)
         remaining = max(1 - shares.sum(), 0) if self.is_normalized else 0.0

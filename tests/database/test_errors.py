@@ -274,7 +274,7 @@ def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
     for options, says in (
         ({"key": "title"}, "^key: .*a.qkv has name, not title: .*reindex\\("),
         ({"value": ["major", "year"]}, "^value: .*a.qkv has major, not major, year"),
-        ({"unique": True}, "^unique: the keys of .*a.qkv may repeat"),
+        ({"unique": True}, "^unique: the first rows of .*a.qkv were added without unique="),
         ({"encoder": "exact"}, "^encoder: the keys of .*a.qkv were encoded by text, not exact: "),
         (
             {"precision": "float16"},

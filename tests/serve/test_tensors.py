@@ -75,7 +75,7 @@ BAD: dict[str, tuple[Any, bytes]] = {
     "is too large for": ([tensor(datatype="INT8", data=[300, 2])], b""),
     "is too large for FP32": ([tensor(data=[10**400, 2])], b""),
     "must hold only text": ([tensor(datatype="BYTES")], b""),
-    "binary_data_size must be a number of bytes up to 8": (
+    "binary_data_size must be from 0 to 8": (
         [tensor(parameters={"binary_data_size": 9})],
         b"12345678",
     ),

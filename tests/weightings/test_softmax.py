@@ -50,7 +50,7 @@ def test_more_keys_than_there_are_take_no_memory(framework, engine):
 @pytest.mark.parametrize("known", [weightings.Softmax, weightings.Entmax, weightings.Hard])
 def test_other_weights_with_the_blocks_of_another_are_refused(known):
     with pytest.raises(
-        DtypeError, match=r"Sharper overrides `weights` but inherits block methods.*`scale_scores`"
+        DtypeError, match=r"Sharper overrides `weights` but inherits methods.*`scale_scores`"
     ):
 
         class Sharper(known):

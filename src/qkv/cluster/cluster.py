@@ -34,9 +34,9 @@ class Cluster(ReadableDatabase[Any, Any]):
     must therefore exist on every machine. A store at a URL is copied by fsspec to the folder
     `cache` of each machine.
 
-    Each shard has `replicas` actors with `cores` CPU cores each. `address` is that of a running
-    Ray, as in `ray.init`; by default, Ray is started here. `options` are Ray's options for actors,
-    such as resources.
+    Each shard has `replicas` actors with `cores` CPU cores each. `address` is the address
+    of a running Ray, as in `ray.init`; by default, Ray is started here. `options` are Ray's options
+    for actors, such as resources.
 
     Ray restarts an actor that dies, and the cluster sends the query again. If a shard does not
     answer within `timeout` seconds, the query raises `LostShardError`. With `partial=True`, the

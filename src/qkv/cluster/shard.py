@@ -92,7 +92,7 @@ class Job(NamedTuple):
 class SoftmaxNormalizer(NamedTuple):
     """The log-sum-exp (n,) of a softmax over all rows of the cluster.
 
-    `tolerance` is that with which the slices computed their weights.
+    The slices computed their weights with this `tolerance`.
     """
 
     lse: np.ndarray

@@ -31,7 +31,7 @@ Request = tuple[int, str, tuple[Any, ...]]
 
 
 class Workers(Protocol):
-    """What runs the shards: Ray actors, or objects in this process in tests."""
+    """The methods of an object that runs the shards: Ray actors, or in tests this process."""
 
     def put_job(self, job: Job, /) -> Any:
         """Return what requests contain for this job: the job itself, or a reference to it."""

@@ -859,7 +859,10 @@ class Database(ReadableDatabase[K, V]):
     # Writing
 
     def add(self, keys: Any, values: Any = UNSET) -> None:
-        """Add one row, or several: lists and arrays are several keys with as many values.
+        """Add one row, or several rows if `keys` is a list or an array.
+
+        `values` then has one value for each key. A mapping, or a list of pairs (key, value), may be
+        passed instead of both.
 
         >>> from qkv import Database
         >>> D = Database()
@@ -1404,8 +1407,8 @@ def _check_same_columns(database: Database, key: Any, value: Any, unique: bool) 
             )
     if unique and info["key"] and not info["unique"]:
         raise CombinationError(
-            f"unique: the keys of {database.path} may repeat, which its first rows fixed: open it "
-            "without unique=, and copy the rows into a new database"
+            f"unique: the first rows of {database.path} were added without unique=, so its keys "
+            "may repeat: open it without unique=, and copy the rows into a new database"
         )
 
 

@@ -74,9 +74,9 @@ def equivalent_dates(moment: datetime.datetime | datetime.time | None) -> list[A
 
 
 def guess_cell(text: str) -> Any:
-    """Return the cell of text in a column without a type: a number if it prints like the text.
+    """Convert text to a number if that number is printed as the same text; else return the text.
 
-    Other text stays text.
+    It is for columns without a type.
 
     >>> guess_cell("7"), guess_cell("007"), guess_cell("3.5"), guess_cell("Mu")
     (7, '007', 3.5, 'Mu')

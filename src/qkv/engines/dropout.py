@@ -1,7 +1,7 @@
 """Dropout by a hash of the seed and each pair's position.
 
-A hash, unlike a random stream, allows an engine to compute blocks alone and in any order. So all
-engines, frameworks and block sizes drop the same weights.
+A hash, unlike a random stream, allows an engine to compute blocks separately and in any order. So
+all engines, frameworks and block sizes drop the same weights.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def shape_based_reason(call: Call) -> str | None:
     if call.wants_lse:
         return "Raw has no log-sum-exp"
     if call.dropout:
-        return "dropout changes each weight alone"
+        return "dropout changes each weight separately"
     if call.bias is not None:
-        return "a float mask is added to each score alone"
+        return "a float mask changes each score separately"
     if call.rule is not None and not call.rule.is_shared_by_queries:
         return "the mask differs between queries"
     if isinstance(call.score, Gated):
@@ -68,7 +68,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 def slower_reason(call: Call) -> str | None:
     if call.n * call.m <= MAX_DENSE_SCORES:
-        return f"{format_count(call.n * call.m)} scores are too few to pay for the sums"
+        return f"{format_count(call.n * call.m)} scores are too few: the sums would take longer"
     width, numbers = _form_width(call), math.prod(call.lead) * (call.n + call.m)
     value_width = call.fw.static_shape(call.value)[-1]
     pairs = call.n * call.m * (call.fw.static_shape(call.key)[-1] + value_width)

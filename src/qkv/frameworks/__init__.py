@@ -135,7 +135,7 @@ def common_framework(**arrays: Array) -> Framework:
         if other is not fw:
             raise FrameworkError(
                 f"{first} is an array of {fw.name} but {name} is one of {other.name}: "
-                f"convert {name} to {fw.name}; all arrays of a call must have one framework"
+                f"convert {name} to {fw.name}; all arrays of a call must be of the same framework"
             )
     return fw
 

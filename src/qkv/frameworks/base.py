@@ -280,7 +280,7 @@ class Framework:
         return False
 
     def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
-        """Return ‖q − k‖² from a matrix product, see `squares.expand_squares`; None: do not."""
+        """Return ‖q − k‖² from a matrix product, or None; see `squares.expand_squares`."""
         return None
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
@@ -441,7 +441,10 @@ class Framework:
         return None
 
     def stable_topk(self, x: Array, k: int) -> tuple[Array, Array]:
-        """Return the k largest of the last axis and their positions; ties: lowest position."""
+        """Return the k largest of the last axis and their positions.
+
+        Of equal elements, the one at the lowest position comes first.
+        """
         order = self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :k]
         return self.take_along_last(x, order), order
 
@@ -470,7 +473,7 @@ class Framework:
         return None
 
     def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
-        """Return the numbers per query and key that `function(query, key)` holds at once.
+        """Return how many numbers `function(query, key)` needs in memory for each query and key.
 
         None if the framework can measure it only by running the function on data.
         """

@@ -340,7 +340,7 @@ class NumPy(Framework):
         return numpy.asarray(data, dtype=dtype)
 
     def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
-        code = getattr(function, "__code__", function)  # a lambda is often made anew for each call
+        code = getattr(function, "__code__", function)  # a new lambda may be passed in each call
         signature = code, query.shape[-1], key.shape[-1], query.dtype
         try:
             if signature not in _PAIR_NUMBERS:

@@ -37,7 +37,7 @@ KERAS_SCORE_MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
 
 
 def init_keras_layer(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
-    """Call init(**kwargs) of Keras's layer; an unknown keyword raises with a suggestion."""
+    """Call init(**kwargs) of Keras's layer; suggest a name in the error for an unknown keyword."""
     try:
         init(**kwargs)
     except ValueError as error:
@@ -47,7 +47,7 @@ def init_keras_layer(layer: Any, init: Callable[..., None], kwargs: Config) -> N
 
 
 class KeywordCheckedLayer(keras.Layer):  # type: ignore[misc]
-    """A layer that answers an unknown keyword of a call with a suggestion."""
+    """A layer whose call suggests a name in the error for an unknown keyword."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

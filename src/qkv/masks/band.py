@@ -43,14 +43,14 @@ class Band(Mask):
     def is_relative(self) -> bool:
         return self.offset is None or isinstance(self.offset, int)
 
-    def alignment_arguments(self) -> str:
+    def format_alignment(self) -> str:
         """Return the arguments `align` and `offset` as source text, without defaults."""
         arguments = [] if self.align == "top_left" else [f"align={self.align!r}"]
         return ", ".join(arguments + ([] if self.offset is None else [f"offset={self.offset!r}"]))
 
     def __repr__(self) -> str:
         bounds = [str(float("inf") if x is None else x) for x in (self.left, self.right)]
-        return f"window({', '.join([*bounds, *filter(None, [self.alignment_arguments()])])})"
+        return f"window({', '.join([*bounds, *filter(None, [self.format_alignment()])])})"
 
     def position_shift(self, block: Block) -> Any:
         """Return the position of query 0 among the keys."""
@@ -123,7 +123,7 @@ class Causal(Band):
         return Causal(align=align, offset=offset)
 
     def __repr__(self) -> str:
-        return "causal" + (f"({self.alignment_arguments()})" if self.alignment_arguments() else "")
+        return "causal" + (f"({self.format_alignment()})" if self.format_alignment() else "")
 
 
 def is_plain_causal(rule: Mask | None) -> bool:

@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module):
         """Return x after all sublayers, with the shape of x.
 
         `mask` and `memory_mask` are those of `qkv.attend`; the two padding masks are True at
-        padding. `cache` holds the keys of earlier calls, and those of the memory after the first.
+        padding. `cache` holds the keys of earlier calls and, after the first call, of the memory.
         """
         if wrong:
             reject_call_keywords(self, wrong)

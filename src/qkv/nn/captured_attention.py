@@ -67,7 +67,8 @@ def capture(module: nn.Module) -> Iterator[CapturedAttention]:
     """Record α of every attention layer inside a module while it runs.
 
     The weights are computed in addition to the forward pass, without gradients and dropout. All of
-    them are stored in CPU memory, so keep the inputs short. A new forward pass replaces the last.
+    them are stored in CPU memory, so keep the inputs short. A new forward pass replaces the weights
+    of the previous one.
 
     >>> from qkv.nn import TransformerEncoder
     >>> model = TransformerEncoder(2, 8, nhead=2, dim_feedforward=16)

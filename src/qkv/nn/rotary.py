@@ -30,7 +30,9 @@ class Rotary(nn.Module):
     def __init__(self, width: int, base: float = 10_000.0, interleaved: bool = False) -> None:
         super().__init__()
         if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
-            raise ArgumentError(f"rotary: width must be an even number from 2, not {width!r}")
+            raise ArgumentError(
+                f"rotary: width must be an even number of at least 2, not {width!r}"
+            )
         if isinstance(base, bool) or not isinstance(base, int | float) or not base > 0:
             raise ArgumentError(f"rotary: base must be a number above 0, not {base!r}")
         self.width, self.base, self.interleaved = width, base, interleaved

@@ -45,7 +45,7 @@ def to_html(shown: Any, path: str | Path, title: str | None = None) -> None: ...
 def to_html(shown: Any, path: str | Path | None = None, title: str | None = None) -> str | None:
     """Return the view as one HTML file that needs no network, or write it to `path`.
 
-    `shown` is what `show` takes, or a list or dict of such. With `path` the result is None.
+    `shown` is an argument of `show`, or a list or dict of them. With `path` the result is None.
 
     >>> from qkv import Database
     >>> text = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))

@@ -35,7 +35,7 @@ The quantifiers are possessive, so that the time is linear in the length.
 
 
 def check_file(path: Path, form: str) -> None:
-    """Refuse a file that exceeds the limits, before it is parsed."""
+    """Raise `ArgumentError` if a file exceeds the limits; the check runs before it is parsed."""
     data = path.read_bytes()
     if data.startswith(b"SQLite format 3"):
         raise ArgumentError(f"this file is SQLite, not {form}: export one of its tables as CSV")
@@ -64,7 +64,7 @@ def check_file(path: Path, form: str) -> None:
 
 
 def check_count(what: str, count: int, most: int) -> None:
-    """Refuse more than `most`."""
+    """Raise `ArgumentError` if `count` exceeds `most`; `what` names what is counted."""
     if count > most:
         raise ArgumentError(f"the page allows at most {most:,} {what}: use Python for more")
 
@@ -121,7 +121,7 @@ def _check_shape(rows: int, columns: int) -> None:
 
 
 def _check_batches(batches: Any) -> None:
-    """Refuse batches with too many rows or bytes."""
+    """Raise `ArgumentError` if batches have too many rows or bytes."""
     rows = size = 0
     for batch in batches:
         rows += batch.num_rows

@@ -244,7 +244,10 @@ def flow(weights: Any) -> Flow:
     alpha = require_unpooled(weights)
     layers, _, n, m = alpha.shape
     if n != m:
-        raise ShapeError(f"weights has {n} queries and {m} keys; flow needs self-attention")
+        raise ShapeError(
+            f"weights has {n} queries and {m} keys, but flow needs as many keys as queries: pass "
+            "the weights of self-attention"
+        )
     raw = alpha.mean(1)
     rollouts, rollout = [], np.eye(n)
     for layer in range(layers):
@@ -310,8 +313,8 @@ def require_unpooled(weights: Any) -> Matrix:
     alpha, block = captured_cells(weights)
     if block != (1, 1):
         raise ArgumentError(
-            f"weights has only the largest of each {block[0]} × {block[1]} weights, but flow and "
-            "entropy need all of them: capture with a larger budget"
+            f"weights was pooled to the largest weight of each block of {block[0]} × {block[1]}, "
+            "but flow and entropy need every weight: capture with a larger budget"
         )
     return alpha
 

@@ -48,8 +48,8 @@ def heatmaps(
 
     The scale runs from 0 to the largest value. With negative values it is symmetric about 0, and
     "Reds" becomes "RdBu_r": red for positive, blue for negative. NaN and infinite cells are grey.
-    A matrix with more cells than its panel has pixels is pooled, and a title says so: each cell
-    then shows the weight of largest magnitude in it, or with ``pool="mean"`` their mean.
+    A matrix with more cells than its panel has pixels is pooled, and a title says so. Each cell
+    then shows the largest of its weights in magnitude, or with ``pool="mean"`` their mean.
     `qkv.plot.data.heatmaps` returns the numbers.
 
     titles: one per column, one per panel, or a list for each row.

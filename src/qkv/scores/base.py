@@ -75,8 +75,8 @@ Lowering: TypeAlias = "tuple[Score, float] | str"
 class Score(Record):
     """s = score(query, key): (…, n, d_q), (…, m, d_k) → (…, n, m).
 
-    Entry (i, j) depends only on query i and key j, so any block of scores can be computed alone.
-    Subclasses are frozen dataclasses. Each array field receives gradients.
+    Entry (i, j) depends only on query i and key j, so any block of scores can be computed
+    separately. Subclasses are frozen dataclasses. Each array field receives gradients.
 
     A subclass of a concrete score may override `__call__` with another formula. Then it must also
     define the `FORMULA_MEMBERS` that it would inherit, since they describe the formula of its base
@@ -183,8 +183,8 @@ class Score(Record):
         if query[-1] != key[-1]:
             raise ShapeError(
                 f"{type(self).__name__} needs query and key of the same width, but query has "
-                f"{query[-1]} columns and key {key[-1]}. Multiplicative and Additive accept two "
-                "widths."
+                f"{query[-1]} columns and key {key[-1]}: project one of them, or use "
+                "Multiplicative or Additive, which accept two widths"
             )
         for name, by_column in self.number_fields.items():
             check_number_field(self, name, query, query[-1] if by_column else 1)

@@ -85,7 +85,7 @@ def create_app(
 
 
 def build_routes(access: Access) -> list[Route]:
-    """Return all routes of the server, also those of the OpenAPI document and its reference."""
+    """Return all routes, including those of the OpenAPI document and the API reference page."""
 
     def readable_names(registry: DatabaseRegistry, data: RequestData) -> Iterable[str]:
         # A client that may not read gets the routes, but not the names of the databases.
@@ -272,7 +272,7 @@ async def _read_body(registry: DatabaseRegistry, route: Route, request: Request)
             if registry.held_body_bytes > limits.MAX_TOTAL_BODY_BYTES:
                 raise RequestError(
                     503,
-                    "the server is busy: the bodies of all requests exceed "
+                    "the server is busy, and the bodies of all requests exceed "
                     f"{limits.MAX_TOTAL_BODY_BYTES:,} bytes: try again later",
                 )
             if len(raw) > most:

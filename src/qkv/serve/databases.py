@@ -330,8 +330,8 @@ class DatabaseRegistry(MutableMapping[str, "Database"]):
                 names = ", ".join(each.name for each in served)
                 raise RequestError(
                     409,
-                    f"the server has {limits.MAX_UPLOADS} uploads already, the limit: delete one "
-                    f"of {names}",
+                    f"the server already has {limits.MAX_UPLOADS} uploads, which is the limit: "
+                    f"delete one of {names}",
                 )
             if existing is not None:
                 del self[name]

@@ -202,7 +202,7 @@ class RemoteDatabase(Closable, Displayable):
     # Changing
 
     def add(self, keys: Any, values: Any = UNSET) -> None:
-        """Add one row, or several: lists and arrays are several keys with as many values."""
+        """Add one row, or several rows if `keys` is a list or an array, like `Database.add`."""
         pairs = as_pairs(keys, values, values is not UNSET and self._is_many(keys))
         self.extend([self._build_row(key, value) for key, value in pairs])
 

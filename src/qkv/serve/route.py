@@ -55,10 +55,10 @@ class Route:
     `handler(registry, request)` returns a `Response`, or data that is sent as JSON and matches
     `response_schema`. A handler that is not async runs in a thread.
 
-    `right` is what the client must be allowed to do; None means that every client may call the
-    route. `body` is the schema of a JSON body. A body with one of `raw_media_types` reaches the
+    A client needs the right `right` to call the route; None means that every client may call
+    it. `body` is the schema of a JSON body. A body with one of `raw_media_types` reaches the
     handler as bytes. `binary_media_types` are the media types of responses in bytes.
-    `error_statuses` are those that only this route has.
+    `error_statuses` are error statuses that only this route has.
     """
 
     method: Method

@@ -40,7 +40,7 @@ RAW_SECURITY_HEADERS = [(name.encode(), value.encode()) for name, value in SECUR
 
 @dataclass(frozen=True)
 class Access:
-    """What clients may do.
+    """The rights of clients, by the token that they send.
 
     A client with `token` may do everything. A client with `read_token` may read. If neither token
     is set, every client may read and upload, and may write if `write` is true.
@@ -84,7 +84,7 @@ class Access:
             return RequestError(
                 403,
                 f"this token may only read, but the request needs the right to {right}: send the "
-                "token that the server has as --token",
+                "token with which the server was started (--token)",
             )
         if sent:
             message = "this token is not valid for this server"

@@ -76,8 +76,8 @@ def read_tensors(inputs: list[Any], binary_data: bytes) -> dict[str, np.ndarray]
             flat = _parse_list(tensor.get("data"), datatype, name)
         elif type(size) is not int or not 0 <= size <= len(binary_data) - offset:
             raise ArgumentError(
-                f"{name}: binary_data_size must be a number of bytes up to "
-                f"{len(binary_data) - offset}, as many as follow, not {size!r}"
+                f"{name}: binary_data_size must be from 0 to {len(binary_data) - offset}, the "
+                f"number of bytes that are left after the JSON, not {size!r}"
             )
         else:
             flat = _parse_bytes(binary_data[offset : offset + size], datatype, name)

@@ -148,9 +148,9 @@ def make_mask(
 ) -> Any:
     """Create a model's attention mask, as transformers' mask interface requires.
 
-    The mask is boolean, or additive if one of the model's layers adds it to the scores. None only
-    means causal. If every query sees every key, the mask is a broadcast scalar with the attribute
-    `is_full`.
+    The mask is boolean, or additive if one of the model's layers adds it to the scores. None
+    stands for a plain causal mask. If every query sees every key, the mask is a broadcast scalar
+    with the attribute `is_full`.
     """
     family = get_family(config)
     if not family.uses_interface:

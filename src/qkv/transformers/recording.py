@@ -58,8 +58,8 @@ def capture(
     - `top=k` stores the k largest weights of each row instead.
     - `pool=size` stores at most `size` rows and columns.
 
-    The weights are those before dropout. A new forward pass replaces the last. Only forward passes
-    in this thread are recorded.
+    Dropout is not applied to the recorded weights. A new forward pass replaces the weights of the
+    previous one. Only forward passes in this thread are recorded.
 
     `model` is a PreTrainedModel or a module that contains one. Inside the context it runs with
     qkv's attention, whatever implementation it was loaded with.

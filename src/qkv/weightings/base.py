@@ -70,7 +70,7 @@ class Weighting(tree.Record):
     """Whether `check_row_state` may raise an error for a row."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check that a class that overrides `weights` does not inherit methods for other weights.
+        """Raise if a class overrides `weights` but inherits methods that compute other weights.
 
         `BLOCK_METHODS` compute the weights block by block, `score_gradient` computes the gradient.
         """
@@ -82,9 +82,9 @@ class Weighting(tree.Record):
         generic = (Weighting.block_weights, Elementwise.block_weights)
         if not has_block_methods and cls.block_weights not in generic:
             raise DtypeError(
-                f"{name} overrides `weights` but inherits block methods for other weights: "
-                "override `scale_scores` if you only transform each score. Otherwise also override "
-                f"those of {', '.join(BLOCK_METHODS)} that must change"
+                f"{name} overrides `weights` but inherits methods that compute other weights block "
+                "by block: override `scale_scores` instead if you only transform each score. "
+                f"Otherwise also override those of {', '.join(BLOCK_METHODS)} that must change"
             )
         owner: Any = next(x for x in cls.__mro__ if "score_gradient" in vars(x))
         if owner is not cls and owner.weights is not Weighting.weights:
@@ -218,7 +218,11 @@ class Weighting(tree.Record):
         return self
 
     def find_threshold(self, fold: FoldFunction) -> State:
-        """Return what `partial_state` must know about whole rows, such as a threshold, or ()."""
+        """Return the facts about whole rows that `partial_state` needs, such as a threshold.
+
+        The default needs no facts and returns (). `fold` reduces the scores of all blocks to one
+        state.
+        """
         return ()
 
     def init(self, rows: Array, width: int) -> State:
@@ -248,7 +252,7 @@ class Weighting(tree.Record):
     def finish(self, state: State, row_facts: State) -> tuple[Array, State, Array | None]:
         """Return the output, the row facts for `block_weights`, and the centre c.
 
-        The centre (…, r, d_v) is what `score_gradient` must know about the whole row, or None.
+        `score_gradient` needs the centre (…, r, d_v) of the whole row. None: it needs no centre.
         """
         return state[0], row_facts, None
 

@@ -208,7 +208,7 @@ def test_what_it_refuses_it_explains(monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(EngineError, match="as an array"):
         patched.setattr(engine, "MAX_MASK_PAIRS", 5)
         qkv.attend(x, x, x, mask=torch.ones(6, 6, device=DEVICE) > 0, engine="triton")
-    with monkeypatch.context() as patched, pytest.raises(EngineError, match="per temperature"):
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match="learned temperature"):
         patched.setattr(engine, "MAX_MASK_PAIRS", 36)
         warm = weightings.Softmax(torch.ones(4, 1, 1, device=DEVICE))
         qkv.attend(x, x, x, weighting=warm, mask=torch.zeros(6, 6, device=DEVICE), engine="triton")

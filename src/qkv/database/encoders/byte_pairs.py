@@ -66,7 +66,7 @@ class BytePairTokenizer:
         union = [get(left + right, _NO_NUMBER) for left, right in pairwise(parts)]
         while union and (first := min(union)) < _NO_NUMBER:
             position = (
-                union.index(first) if union.count(first) == 1 else self._first_pair(union, parts)
+                union.index(first) if union.count(first) == 1 else self._first_tie(union, parts)
             )
             parts[position : position + 2] = [parts[position] + parts[position + 1]]
             del union[position]
@@ -76,7 +76,7 @@ class BytePairTokenizer:
                 union[position] = get(parts[position] + parts[position + 1], _NO_NUMBER)
         return [number[part] for part in parts]
 
-    def _first_pair(self, union: list[int], parts: list[str]) -> int:
+    def _first_tie(self, union: list[int], parts: list[str]) -> int:
         """Return the position of the pair to merge first, if several pairs give the same piece."""
         number = self._number_by_piece
         return min(

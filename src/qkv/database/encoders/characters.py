@@ -160,7 +160,7 @@ def normalize_text(text: str) -> str:
     'les miserables  gullivers c++'
     """
     if text.isascii():
-        return text.encode().translate(*_ascii_table()).decode()
+        return text.encode().translate(*_build_ascii_translation()).decode()
     return _replace_punctuation(_decompose(text).casefold())
 
 
@@ -195,7 +195,7 @@ def _replace_punctuation(text: str) -> str:
 
 
 @memoize("encoders.ascii_table")
-def _ascii_table() -> tuple[bytes, bytes]:
+def _build_ascii_translation() -> tuple[bytes, bytes]:
     """Return the table of `bytes.translate` that normalizes ASCII, and the bytes to delete."""
     made = [_replace_punctuation(chr(i).casefold()) for i in range(128)]
     table = bytes(ord(x) if x else 0 for x in made) + bytes(range(128, 256))

@@ -63,7 +63,7 @@ class TokenBag(NamedTuple):
 class HeadInput(NamedTuple):
     """The input of a head for m texts: tokens, or sparse or dense vectors.
 
-    `length` (m,) are numbers to multiply the output vectors by.
+    The output vector of text i is multiplied by `length[i]`.
     """
 
     x: TokenBag | Ragged | np.ndarray

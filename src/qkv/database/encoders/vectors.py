@@ -127,7 +127,7 @@ class Vectors(Encoder):
 class WordVectors:
     """The words of a file and their vectors (words, width).
 
-    `index` is the row of each word, and `checksum` that of the bytes that were read.
+    `index` is the row of each word, and `checksum` the checksum of the bytes that were read.
     """
 
     index: dict[str, int]

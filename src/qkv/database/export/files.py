@@ -192,7 +192,7 @@ _DATE_TYPES = {datetime.date, datetime.datetime}
 
 
 class _ColumnStatistics:
-    """What the cells of a column are like, in order to know whether CSV preserves them."""
+    """Facts about the cells of a column that decide whether CSV preserves them."""
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()

@@ -88,7 +88,7 @@ class TrainingOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ArgumentError(
-                    f"learn: {name} must be a whole number from {low}, not {value!r}"
+                    f"learn: {name} must be a whole number of at least {low}, not {value!r}"
                 )
         if not 0 < self.rate < math.inf:
             raise ArgumentError(f"learn: rate must be above 0, not {self.rate!r}")

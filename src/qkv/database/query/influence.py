@@ -36,7 +36,7 @@ class Valuation:
     `worth` (m,) says for each row by how much the mean loss increases without the row. If it is
     negative, the answers are better without the row. For values that are numbers, the loss is the
     squared error. For other values, it is the share of the weight on wrong values. `loss` is the
-    mean loss over the `pairs`, the number of pairs.
+    mean loss over all pairs, and `pairs` is the number of pairs.
     """
 
     worth: np.ndarray

@@ -5,8 +5,8 @@ All entry points use the same rules:
 | keys | one query | several queries |
 |---|---|---|
 | a number | a number, an array () | a list, an array (n,) or (n, 1) |
-| tuples of w numbers or dates | a tuple, list or array (w,) | a list of such, an array (n, w) |
-| vectors of w numbers | a list or array (w,) | a list of such, an array (n, w) |
+| tuples of w numbers or dates | a tuple, list or array (w,) | a list of these, an array (n, w) |
+| vectors of w numbers | a list or array (w,) | a list of these, an array (n, w) |
 | other tuples of w cells | a tuple, a mapping, one cell | a list, an array (n, w) or (n,) |
 | text, dates, other cells | a cell, an array () of one | a list, an array (n,) or (n, 1) |
 

@@ -313,7 +313,7 @@ def _read_catalog(path: Path) -> _RecoveredData:
 
 
 def _read_tables(connection: sqlite3.Connection, data: _RecoveredData) -> None:
-    """Read all tables of a catalog into `data`, as far as they are intact."""
+    """Read the intact lines of all tables of a catalog into `data`."""
 
     def read_lines(statement: str) -> Iterator[Any]:
         """Yield the lines before the damage, then those after it, from the end backwards."""

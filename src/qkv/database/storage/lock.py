@@ -160,8 +160,8 @@ class WriteLock:
             same = False
         if not same:
             raise StoreUnwritableError(
-                f"{self._folder} was removed or replaced while it was open, so that new rows would "
-                "be lost: close it, and open it again"
+                f"{self._folder} was removed or replaced while it was open, so new rows would be "
+                "lost: close it, and open it again"
             )
 
     def release(self) -> None:

@@ -100,7 +100,7 @@ class Bundle:
             is_sound &= len(digest) < FULL_DIGEST_BYTES or len(digest) == len(line[1])
         if not is_sound or (entry >= 0 and not self._is_indexed(entry)):
             raise self._segment.damaged_error(
-                "its index is not what was written, so that existing keys may not be found"
+                "its index is not what was written, so existing keys may not be found"
             )
         return None
 

@@ -130,7 +130,7 @@ class Store(Closable):
             lock.register_fork_handler(self)
 
     def _open_folder(self, create: bool) -> None:
-        """Open the files of the store; with `create`, make them in a folder without any."""
+        """Open the files of the store; with `create`, create them if the folder has none."""
         assert self.path is not None
         prepare_folder(self.path, create)
         self._blob_storage = DiskBlobStorage(self.path, self._files)

@@ -247,9 +247,10 @@ def iterate_scores(
     dtype: Any,
     by: float = 1.0,
 ) -> Iterator[tuple[int, Numbers, Numbers, float]]:
-    """Yield each box, the rows that read it, (−‖q − k‖²/2 − shift) · by, and a lower bound of it.
+    """Yield for each box: its index, the rows that read it, their scores, and a lower bound.
 
-    The next iteration overwrites the scores.
+    The scores (−‖q − k‖²/2 − shift) · by are at least the lower bound. The next iteration
+    overwrites them.
     """
     own, (d, _, c) = boxes.values.dtype, boxes.points.shape
     step = max(MAX_SCORES_PER_BLOCK // c, 1)
@@ -365,7 +366,8 @@ def query_gradients(
 ) -> Numbers:
     """Return the gradient (r, d) of queries (d, r), over the pairs that `pool_queries` read.
 
-    Adds the gradients of keys (boxes, c, d) and values (boxes, c, d_v) to `totals`.
+    The function also adds the gradients of keys (boxes, c, d) and values (boxes, c, d_v) to
+    `totals`.
     """
     selection = select_boxes(query, boxes, share)
     dtype = boxes.values.dtype

@@ -19,7 +19,7 @@ def load_key_terms(
     """Return the terms (c,) of the keys (c, d) of a span in a dtype, or None if there are none.
 
     They are computed when they are first needed, by whichever engine reads the span first. Threads
-    may compute the same terms twice, which does no harm.
+    may compute the same terms twice, with equal results.
     """
     if type(score).key_terms is Score.key_terms:
         return None

@@ -102,7 +102,8 @@ def unsupported_reason(call: Call) -> str | None:
         many = math.prod(temperature.shape) * math.prod(getattr(call.bias, "shape", (0,)))
         if many > MAX_MASK_PAIRS:
             return (
-                f"a float mask per temperature has {many} pairs; the kernels read {MAX_MASK_PAIRS}"
+                f"a float mask with a learned temperature has {many} pairs; the kernels read at "
+                f"most {MAX_MASK_PAIRS}"
             )
         return None
     if call.fw.static_shape(call.query)[-1] > MAX_VECTOR_WIDTH:
@@ -116,9 +117,9 @@ def _score_mod_reason(call: Call) -> str | None:
 
     inner, score_mods = split_score(call)
     if call.fw.is_traced(call.query):
-        return "a traced graph holds no functions, so score_mod is not compiled into the kernels"
+        return "a traced graph cannot contain functions, so kernels cannot include score_mod"
     if call.at is not None:
-        return "the keys are spread over processes, and the kernels know no positions of the whole"
+        return "the keys are spread over processes, and the kernels know only local positions"
     weighting = call.weighting
     if is_array(getattr(weighting, "temperature", 1.0)):
         weighting = Softmax()
@@ -402,7 +403,7 @@ def _shape_results(
 ) -> tuple[Array, Array | None, None]:
     """Return the results with the call's leading axes, and the log-sum-exp if it is requested.
 
-    `offset` (B, H, n, 1) is what the form left out of each row's scores.
+    `offset` (B, H, n, 1) was left out of each row's scores, and is added to the log-sum-exp.
     """
     if len(call.lead) != 2:
         out = out.reshape(*call.lead, call.n, out.shape[-1])

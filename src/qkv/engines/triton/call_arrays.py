@@ -168,7 +168,7 @@ def rule_translation_error(call: Call, rule: Mask) -> str | None:
     if isinstance(rule, ArrayMask):
         return "an array is read as it is"
     if call.fw.is_traced(call.query):
-        return "a traced graph holds no functions"
+        return "a traced graph cannot contain functions"
     try:
         translate_call(call, (rule,), ())
     except TranslationError as error:
@@ -440,8 +440,8 @@ def build_kernel_arrays(
 ) -> tuple[Any, Any, Array | None]:
     """Return the `Arrays` and `Numbers` for `attend_operator.attend`, and the row offsets.
 
-    The offsets (B, H, n, 1) are what the form leaves out of each row's log-sum-exp. With
-    `mask_as_array`, no rule of the mask is evaluated in the kernels.
+    The kernels leave the offset (B, H, n, 1) out of each row's scores: add it to the log-sum-exp.
+    With `mask_as_array`, the kernels read the whole mask as an array and evaluate no rule.
     """
     from qkv.engines.triton.launching.kernel_call import Numbers
     from qkv.engines.triton.tile_functions.records import Arrays

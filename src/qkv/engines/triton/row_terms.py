@@ -1,4 +1,4 @@
-"""What the kernels of distances read of each row: ‖x‖², or its columns; and gradients by column.
+"""The terms of each row that distance kernels read (‖x‖² or columns), and gradients by column.
 
 A column's rows lie side by side, so that a tile reads one column of all its rows at a time. Heads
 start at multiples of `TILE_ROWS` rows.

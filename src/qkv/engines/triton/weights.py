@@ -45,7 +45,7 @@ def weights_kernel(given, lse, out, scales, steps, z, F: tl.constexpr):
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
     row = (tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS))[:, None]
     within = row < z.n
-    if F.CUT:  # without it, 16 bytes are written at a time
+    if F.CUT:  # without this condition, a store writes 16 bytes at a time
         within = within & (col < z.m)
     # 32-bit offsets from one 64-bit pointer: 64-bit offsets need so many registers that only two
     # programs share a processor.

@@ -83,7 +83,8 @@ def backward_mask_kernel(
     """Compute the gradient of one tile of the mask array over all lanes that share it.
 
     If rows or keys are shared too (`rows_own` or `keys_own` is 1), the program also loops over
-    their tiles. With `splits`, each program does `span` of these steps and writes its own part.
+    their tiles. If the loop is split (`z.splits` > 1), each program runs `z.span` of its steps and
+    writes a partial sum.
     """
     tiles_i = (z.n + F.ROWS - 1) // F.ROWS
     tiles_j = (z.m + F.COLS - 1) // F.COLS

@@ -128,10 +128,11 @@ def choose_tile(
 
 
 def choose_column_tile(name: str, rows: int) -> Tile:
-    """Return the tile of a pass that compares the columns of rows one after the other.
+    """Return the tile of a pass that compares rows column by column.
 
-    With one own row per thread, a thread reads one number of its row and, 16 bytes at a time, those
-    of all others: four fifths of the instructions are then sums. `name` "search": a fixed height.
+    Each thread has one row. For each column it reads one number of this row, and the numbers of the
+    other rows 16 bytes at a time. So four fifths of its instructions are additions. The pass
+    "search" needs a tile of 64 rows.
     """
     if name == "split":
         return Tile(max(16, next_power_of_2(min(rows, MAX_PACKED_ROWS))), 64, 16, 4, 1)

@@ -2,8 +2,8 @@
 
 `classify_tiles_kernel` evaluates the mask once: its band, lengths, layout, rule and boolean array.
 `write_tile_lists_kernel` turns the kinds of tiles into lists. A kernel then visits the tiles of a
-list, and evaluates the mask only in partial tiles. Lists are made anew in each call: a mask may
-read arrays whose numbers change, and a pass over the rule takes little beside the attention.
+list, and evaluates the mask only in partial tiles. Each call builds new lists, because a mask may
+read arrays whose numbers change. Evaluating the rule once is cheap compared with the attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.tiles import jit_kernel
 
 MIN_LISTED_LENGTH = 256
-"""Fewest queries and keys for which lists are made: below, the mask is evaluated in every tile."""
+"""Fewest queries and keys for which lists are built: below, the mask is evaluated in every tile."""
 KINDS_PER_STEP = 128
 """Kinds of tiles that are read at a time."""
 

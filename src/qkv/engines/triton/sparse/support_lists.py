@@ -116,7 +116,7 @@ def write_list_kernel(marks, at, length, at_columns, words, lines, lower, upper,
 def fill_lists(marks: Tensor, at: Tensor, length: int, band: tuple[Any, ...] = ()) -> Tensor:
     """Fill `at` with the positions below `length` whose bits are set in `marks`; return it.
 
-    `band` is given for lists of queries.
+    Lists of queries need `band`: the bounds (lower, upper) of j − i. Lists of keys have none.
     """
     lower, upper = band or (None, None)
     whole = (length, at.shape[-1], marks.shape[-1], at.shape[2], lower or 0, upper or 0)

@@ -80,7 +80,7 @@ def _launch_search(
 def _allocate_outputs(
     query: Tensor, key: Tensor, weighting: str, listed: bool
 ) -> tuple[Tensor, ...]:
-    """Return empty results of `find_thresholds`, and the bits from which lists are made."""
+    """Return empty results of `find_thresholds`, and the bits from which lists are built."""
     rows, none = query.shape[:3], query.new_empty((0,), dtype=torch.int32)
     row_a = workspace.allocate_buffer(query, rows)
     row_b = none if weighting == "entmax" else workspace.allocate_buffer(query, rows, torch.int32)

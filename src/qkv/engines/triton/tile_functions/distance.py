@@ -95,7 +95,8 @@ def _is_certain(square, slack, F):
 def _window_square(x, own, others, start, here, scale, F):
     """Return r² of a tile from φ·ψ, exact for pairs whose score depends on the rounding.
 
-    A pair is computed again whatever the tile around it, so that every pass finds the same score.
+    Whether a pair is computed again does not depend on its tile. So every pass finds the same
+    score.
     """
     # A sum of at most 256 products is that precise; the squares are sums of at most as many.
     UNIT: tl.constexpr = (2.0**-21 if F.APART else 2.0**-22) * (1 if F.W <= 256 else 4)

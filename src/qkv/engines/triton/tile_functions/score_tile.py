@@ -99,7 +99,7 @@ def apply_score_form(x, scale, bias, a, b, cap, times, F):
 
 @triton.jit
 def modify_scores(s, b, h, i, j, given, times, z, F):
-    """Return the scores of a tile after score_mod, which gets them in base e: `times` follows."""
+    """Return the scores of a tile after score_mod, which needs base e; then apply `times`."""
     if F.HAS_MOD:
         s = F.MOD(s, b, h, i, j, given, z, F) * times
     return s
