@@ -1,6 +1,8 @@
+import itertools
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
 import numpy as np
@@ -42,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "sample(count, always=()): run so many cases of this test, drawn by the date, and those "
         "whose id contains one of `always`. `make test-full` runs all of them.",
     )
+    config.addinivalue_line(
+        "markers",
+        "sample_of_module(count): run so many cases of this module, drawn by the date, one of each "
+        "test first. All run in `make test-full`, or if a test is named.",
+    )
     config.addinivalue_line("markers", "full: run in `make test-full` only.")
     config.addinivalue_line(
         "markers", "applies(predicate): collect the cases whose parameters satisfy the predicate."
@@ -58,22 +65,54 @@ def is_applicable(item: pytest.Item) -> bool:
     return all(mark.args[0](**item.callspec.params) for mark in marks)
 
 
+def group_items(
+    items: Iterable[pytest.Item], key: Callable[[pytest.Item], str]
+) -> list[list[pytest.Item]]:
+    """Return the items in groups of one key, each in the order of the day's draw."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: sampling.draw(item.nodeid)):
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def name_function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def sample_functions(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the items that `sample` leaves out: of each function, all but the first of the day."""
+    left_out: set[pytest.Item] = set()
+    for group in group_items(items, name_function):
+        if mark := group[0].get_closest_marker("sample"):
+            always = mark.kwargs.get("always", ())
+            cases = [item for item in group if not any(part in item.nodeid for part in always)]
+            left_out.update(cases[mark.args[0] :])
+    return left_out
+
+
+def sample_modules(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the items that `sample_of_module` leaves out.
+
+    One case of every function runs first, then a second one, and so on up to the count.
+    """
+    left_out: set[pytest.Item] = set()
+    for group in group_items(items, lambda item: str(item.path)):
+        if mark := group[0].get_closest_marker("sample_of_module"):
+            rounds = itertools.zip_longest(*group_items(group, name_function))
+            cases = [item for items in rounds for item in items if item is not None]
+            left_out.update(cases[mark.args[0] :])
+    return left_out
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases that do not apply, and what only `make test-full` runs."""
     items[:] = [item for item in items if is_applicable(item)]
     if sampling.FULL:
         return
     left_out = {item for item in items if item.get_closest_marker("full")}
-    groups: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sample"):
-            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for group in groups.values():
-        mark = group[0].get_closest_marker("sample")
-        always = mark.kwargs.get("always", ())
-        drawn = [item for item in group if not any(part in item.nodeid for part in always)]
-        drawn.sort(key=lambda item: sampling.draw(item.nodeid))
-        left_out.update(drawn[mark.args[0] :])
+    left_out |= sample_functions(items)
+    if not any("::" in argument for argument in config.args):
+        left_out |= sample_modules([item for item in items if item not in left_out])
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -16,6 +16,8 @@ jax = pytest.importorskip("jax")
 
 from tests.transforms_jax import JAX  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(10)
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):

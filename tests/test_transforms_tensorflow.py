@@ -16,7 +16,10 @@ from tests.sampling import sample
 from tests.transforms import OPTIONS, build_arguments, cells
 from tests.transforms_tensorflow import TENSORFLOW, assert_close, compute_gradients
 
-pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
+pytestmark = [
+    pytest.mark.sample_of_module(9),
+    pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow"),
+]
 
 
 @pytest.mark.sample(10)

@@ -25,7 +25,7 @@ def gradients(fw, weighting, **options):
     return fw.compute_gradients(loss, [fw.make_array(x) for x in (QUERY, KEY, VALUE)])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 @pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.4, "seed": 3}], ids=["plain", "dropout"])

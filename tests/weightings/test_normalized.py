@@ -51,6 +51,7 @@ def attend(fw, score, on_empty, engine="streaming", **options):
     )
 
 
+@pytest.mark.sample(30)
 @pytest.mark.applies(
     lambda fw, on_empty, score, **_: (
         FULL or fw.name not in ("jax", "tensorflow") or score == WINDOWS[len(on_empty) % 3]
@@ -68,7 +69,7 @@ def test_rows_without_weights(fw, engine, on_empty, score, monkeypatch):
     np.testing.assert_allclose(qkv.frameworks.to_numpy(out), want @ VALUE, atol=1e-12)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 @pytest.mark.parametrize("on_empty", ["zero", "uniform", "nearest"])
@@ -96,6 +97,7 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, on_empty, monk
     np.testing.assert_allclose(dwidth, slope, atol=1e-7)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
@@ -125,6 +127,7 @@ def test_as_a_function_of_scores(on_empty):
     np.testing.assert_allclose(alpha, [[0.25, 0.75, 0.0], empty[on_empty]])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 @pytest.mark.parametrize("engine", ["dense", "streaming"])
 def test_raise_counts_the_queries(fw, engine, monkeypatch):

@@ -114,7 +114,7 @@ def compute_gradients(fw, loss, arrays):
     return list(jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays))  # not traced by jit
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(15)
 @pytest.mark.applies(
     lambda fw, score, weighting, allowed: (  # each shape takes the others seconds
         fw.name == "torch"
@@ -149,6 +149,7 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sample(12)
 @each_allowed
 @pytest.mark.parametrize("weighting", ["softmax", "top3", "sparsemax", "cubed", "squares", "hard"])
 @pytest.mark.parametrize("score", [scores.Dot(), scores.ScaledDot(0.7), scores.Cosine()])
@@ -234,6 +235,7 @@ def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
     assert (terms[:250] == key_terms.UNUSABLE).all() and np.isfinite(terms[350:]).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fw", ["numpy", *WITH_GRADIENTS], ids=lambda fw: getattr(fw, "name", fw))
 def test_attend_computes_the_terms_of_each_key_once(fw, monkeypatch):
     """attend normalized all keys again in every call: 14 times the time of ask."""

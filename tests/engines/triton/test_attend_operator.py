@@ -23,7 +23,10 @@ from qkv.engines.triton.pair_functions import tile_lists
 from qkv.engines.triton.tile_functions.records import Arrays
 
 # NumPy, which plays the device, warns of what is not finite.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.sample_of_module(50),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 SMALL = tile_choice.Tile(16, 16, 16, 4, 2, 2)
 LAYOUT = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 0]], dtype=torch.bool)

@@ -179,7 +179,7 @@ def report():
     return json.loads(done.stdout)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", MOST)
 def test_forty_lengths_compile_a_kernel_twice_at_most(report, kind):
     count = Counter(report[kind])

@@ -17,6 +17,8 @@ from qkv.engines.triton import distance_arrays, row_terms
 from qkv.engines.validation import build_call
 from tests.engines.triton.formulas import DEVICE
 
+pytestmark = pytest.mark.sample_of_module(20)
+
 WINDOWS = {
     "boxcar": scores.Boxcar,
     "triangular": scores.Triangular,

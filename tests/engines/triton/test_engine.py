@@ -17,9 +17,12 @@ from tests import cases
 from tests.cases import case
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(
-    not (engine.is_interpreted() or torch.cuda.is_available()), reason="no interpreter, no CUDA"
-)
+pytestmark = [
+    pytest.mark.sample_of_module(22),
+    pytest.mark.skipif(
+        not (engine.is_interpreted() or torch.cuda.is_available()), reason="no interpreter, no CUDA"
+    ),
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCORES = ("dot", "scaled_dot", "softcap", "learned_scale", "cosine", "learned_cosine",

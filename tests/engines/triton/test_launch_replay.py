@@ -31,7 +31,10 @@ from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import Arrays
 from tests.engines.triton import formulas
 
-pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for")
+pytestmark = [
+    pytest.mark.sample_of_module(23),
+    pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for"),
+]
 
 
 class Compiled:

@@ -19,9 +19,10 @@ from qkv.engines.triton.sparse import thresholds
 from qkv.frameworks import get_framework, tree
 from tests.engines.triton.formulas import DEVICE
 
-pytestmark = pytest.mark.skipif(
-    not triton.is_interpreted(), reason="small sizes, in the interpreter"
-)
+pytestmark = [
+    pytest.mark.sample_of_module(14),
+    pytest.mark.skipif(not triton.is_interpreted(), reason="small sizes, in the interpreter"),
+]
 
 N, M = 5, 19
 MADE = torch.Generator(DEVICE).manual_seed(0)

@@ -23,6 +23,8 @@ from qkv.engines.triton.launching import tile_choice
 from qkv.engines.triton.pair_functions import tile_lists
 from qkv.scores import Modified, ScaledDot
 
+pytestmark = pytest.mark.sample_of_module(24)
+
 N, M = 37, 26
 IDS = torch.tensor([0] * 11 + [1] * 15 + [2] * 11)
 KEY_IDS = torch.tensor([0] * 9 + [1] * 6 + [2] * 11)

@@ -27,7 +27,10 @@ from qkv.frameworks import threads
 from tests.engines.triton.test_launch_replay import Kernel
 from tests.interrupt import cores, moments
 
-pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for")
+pytestmark = [
+    pytest.mark.sample_of_module(11),
+    pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for"),
+]
 
 
 class Ready(Kernel):

@@ -17,7 +17,10 @@ INFINITY = float("inf")
 NOWHERE = 2**31 - 1
 TILE = thresholds._choose_tile
 # NumPy, which the interpreter runs on, speaks of infinities that are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.sample_of_module(20),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
