@@ -23,6 +23,7 @@ COMMAND_MODULES = {
     "ask": "ask",
     "get": "ask",
     "plot": "ask",
+    "join": "join",
     "rows": "rows",
     "export": "rows",
     "import": "manage",

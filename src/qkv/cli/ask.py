@@ -50,7 +50,7 @@ def ask(
         raise ArgumentError(
             "SOURCE and QUERY cannot both be -: stdin is either the table or the queries"
         )
-    query_options = _query_options(source, score, weighting, top) | {"tolerance": tolerance}
+    query_options = build_query_options(source, score, weighting, top) | {"tolerance": tolerance}
     with open_source(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
         condition = arguments.join_conditions(where, database.columns) if where else None
         for text in _read_queries(query):
@@ -122,7 +122,7 @@ def plot(
             f"{query[-1]} is taken as a part of the query: name the output file with --output"
         )
     with open_source(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
-        query_options = _query_options(source, score, weighting, top)
+        query_options = build_query_options(source, score, weighting, top)
         condition = arguments.join_conditions(where, database.columns) if where else None
         answer = database.ask(
             parse_key(database, " ".join(query)), where=condition, **query_options
@@ -135,18 +135,6 @@ def plot(
             files.write_figure(output, answer.plot())
     data = {**answer.to_dict(), "written": str(output)}
     return Result(data, lambda: terminal.print_line(str(output)))
-
-
-def _query_options(
-    source: str, score: str | None, weighting: str | None, top: int
-) -> dict[str, Any]:
-    # The server parses the names: it may have registered others than this process.
-    is_local, weighting = not is_url(source), weighting or "softmax"
-    return {
-        "score": parsing.parse_score(score) if is_local else score,
-        "weighting": parsing.parse_weighting(weighting) if is_local else weighting,
-        "top": top,
-    }
 
 
 def print_answer(answer: Answer) -> None:
@@ -196,6 +184,19 @@ def print_answer(answer: Answer) -> None:
         terminal.print_line(answer.hint, "bold")
     if answer.coverage is not None:
         terminal.print_line(answer._coverage_text, "bold" if answer.abstains else "dim")
+
+
+def build_query_options(
+    source: str, score: str | None, weighting: str | None, top: int
+) -> dict[str, Any]:
+    """Return the arguments of `ask` for these options."""
+    # The server parses the names: it may have registered others than this process.
+    is_local, weighting = not is_url(source), weighting or "softmax"
+    return {
+        "score": parsing.parse_score(score) if is_local else score,
+        "weighting": parsing.parse_weighting(weighting) if is_local else weighting,
+        "top": top,
+    }
 
 
 def _left_out_note(answer: Answer) -> str:

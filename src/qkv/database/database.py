@@ -581,6 +581,33 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         rows = view.open_vectors(selection, value=True, sparse_positions=code.sparse_positions)
         return attend_rows(rows, code.code, score=score, weighting=weighting, **bound_options)
 
+    def join(
+        self,
+        other: RowSource,
+        *,
+        top: int = 1,
+        min_weight: float = 0.0,
+        progress: ProgressCallback | None = None,
+        **options: Unpack[AskOptions],
+    ) -> Iterator[dict[str, Any]]:
+        """Yield each row with its `top` best rows of `other`, whose keys are similar.
+
+        Each key of this database is a query to `other`, and `options` are those of `other.ask`.
+        A row contains the columns of both databases and the weight of the match; a name that both
+        have gets the suffix `_right`. If the key of a row is missing or blank, or if no weight
+        reaches `min_weight`, the columns of `other` are None.
+
+        >>> from qkv import Database
+        >>> orders = Database({"chese": 3, "bred": 1})
+        >>> prices = Database({"bread": 1.5, "cheese": 2.5, "apples": 2.0})
+        >>> [(row["key"], row["key_right"]) for row in orders.join(prices)]
+        [('chese', 'cheese'), ('bred', 'bread')]
+        """
+        from qkv.database.join import JoinInput, join_rows
+
+        left = JoinInput(self.rows(), self.columns, self.info()["key"], len(self))
+        return join_rows(left, other, top=top, min_weight=min_weight, progress=progress, **options)
+
     # Export
 
     def reindex(
@@ -758,7 +785,7 @@ class Database(ReadableDatabase[K, V]):
         validate_keywords("from_columns()", other, cls.from_columns.__kwdefaults__)
         validate_callables(progress=progress)
         columns = _check_columns(columns)
-        keys = as_column_names(key) if key is not None else (_first_text_column(columns),)
+        keys = as_column_names(key) if key is not None else (first_text_column(columns),)
         values = (
             as_column_names(value, "value") if value is not None else _other_columns(columns, keys)
         )
@@ -1367,7 +1394,7 @@ def _check_columns(columns: Any) -> ColumnData:
     return checked
 
 
-def _first_text_column(columns: ColumnData) -> str:
+def first_text_column(columns: ColumnData) -> str:
     """Return the name of the first column of text; the first non-missing cell decides.
 
     If there is none, return the name of the first column.

@@ -1,0 +1,148 @@
+"""`qkv join`: join two tables whose keys are similar but not equal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from qkv.cli import arguments, files, options, terminal
+from qkv.cli.ask import build_query_options
+from qkv.cli.command import EXIT_NOTHING_FOUND, EXIT_OK, Result
+from qkv.cli.source import is_store, open_source
+from qkv.errors import ArgumentError, format_plural, unknown_name_error
+
+if TYPE_CHECKING:
+    from qkv.database.join import JoinInput
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+MAX_PRINTED_ROWS = 20
+
+
+def join(
+    left: Annotated[str, options.make_argument("LEFT", "The table whose rows are matched.")],
+    right: Annotated[str, options.make_argument("RIGHT", "The table in which they are looked up.")],
+    left_key: Annotated[
+        list[str] | None,
+        options.make_option("--left-key -l COLUMN", "The column of LEFT to match."),
+    ] = None,
+    right_key: Annotated[
+        list[str] | None,
+        options.make_option("--right-key -r COLUMN", "The column of RIGHT to match."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        options.make_option(
+            "--output -o FILE", "Write all joined rows to this .csv, .tsv, .jsonl or .parquet file."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, options.make_option("--overwrite", "Overwrite FILE.")] = False,
+    top: Annotated[
+        int, options.make_option("--top -n ROWS", "Join each row with this many rows.", min=1)
+    ] = 1,
+    min_weight: Annotated[
+        float,
+        options.make_option(
+            "--min-weight WEIGHT",
+            "Leave the columns of RIGHT empty where the weight of the match is lower.",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = 0.0,
+    where: options.Where = None,
+    score: options.Score = None,
+    weighting: options.Weighting = None,
+    encoder: options.Encoder = None,
+) -> Result:
+    """Join each row of LEFT with the row of RIGHT whose key is most similar.
+
+    Typos are tolerated. By default the key is the first text column of each table. --where selects
+    rows of RIGHT. Without --output, print the first 20 rows.
+    """
+    from qkv.database.export.files import write_file
+    from qkv.database.join import join_rows, joined_columns
+
+    if output is not None:
+        files.check_suffix(output, TABLE_SUFFIXES)
+        if output.is_file() and not overwrite:
+            raise ArgumentError(
+                f"{output} exists: overwrite it with --overwrite, or choose another name"
+            )
+    with (
+        _open_left(left, left_key) as asking,
+        open_source(right, options.DEFAULT_READ_OPTIONS, key=right_key, encoder=encoder) as asked,
+    ):
+        condition = arguments.join_conditions(where, asked.columns) if where else None
+        query_options = build_query_options(right, score, weighting, top)
+        names = joined_columns(asking.columns, asked.columns, top)
+        with terminal.show_progress("joining") as progress:
+            joined = join_rows(
+                asking,
+                asked,
+                min_weight=min_weight,
+                progress=progress,
+                where=condition,
+                **query_options,
+            )
+            if output is not None:
+                count = write_file(output, names, joined)
+                line = f"{output}: {format_plural(count, 'row')}"
+                data = {"written": str(output), "rows": count}
+                return Result(data, lambda: terminal.print_line(line))
+            rows = list(joined)
+        right_names = dict(zip(asked.columns, names[len(asking.columns) :], strict=False))
+        right_shown = [*asked.info()["key"], *asked.info()["value"]]
+        shown = [*asking.key, *(right_names[name] for name in right_shown)]
+        weight = names[len(asking.columns) + len(asked.columns)]
+    matched = sum(row[weight] is not None for row in rows)
+
+    def print_rows() -> None:
+        lines = [
+            (
+                *(terminal.format_cell(row[name]) for name in shown),
+                "" if row[weight] is None else terminal.format_percent(row[weight]),
+            )
+            for row in rows[:MAX_PRINTED_ROWS]
+        ]
+        terminal.print_table([*shown, "weight"], lines, right=["weight"], uncut=["weight"])
+        if len(rows) > MAX_PRINTED_ROWS:
+            terminal.print_note(
+                f"{len(rows) - MAX_PRINTED_ROWS:,} more rows: write all to a file with --output"
+            )
+        if missing := len(rows) - matched:
+            terminal.print_note(f"{missing:,} of {asking.row_count:,} rows have no match")
+
+    return Result(
+        {"rows": rows, "matched": matched}, print_rows, EXIT_OK if matched else EXIT_NOTHING_FOUND
+    )
+
+
+@contextlib.contextmanager
+def _open_left(source: str, key: list[str] | None) -> Iterator[JoinInput]:
+    """Yield the rows of LEFT. Unlike those of a database, they may lack a key."""
+    from qkv.database.database import first_text_column
+    from qkv.database.join import JoinInput
+    from qkv.database.sources import read
+
+    if is_store(source):
+        with open_source(source, options.DEFAULT_READ_OPTIONS) as database:
+            columns, key = list(database.columns), key or list(database.info()["key"])
+            _check_columns(key, columns)
+            yield JoinInput(database.rows(), columns, key, len(database))
+        return
+    with terminal.show_progress("reading") as progress:
+        table = read(source, progress=progress)
+    columns, key = list(table.columns), key or [first_text_column(table.columns)]
+    _check_columns(key, columns)
+    rows = (
+        dict(zip(columns, cells, strict=True))
+        for cells in zip(*table.columns.values(), strict=True)
+    )
+    yield JoinInput(rows, columns, key, len(table))
+
+
+def _check_columns(key: list[str], columns: list[str]) -> None:
+    for name in key:
+        if name not in columns:
+            raise unknown_name_error("column", name, columns)

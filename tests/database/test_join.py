@@ -1,0 +1,54 @@
+"""`Database.join`: rows of two databases with similar keys."""
+
+from __future__ import annotations
+
+import pytest
+
+import qkv
+from qkv.database import join
+from qkv.errors import ArgumentError
+
+
+def test_joined_rows_are_those_that_ask_finds(monkeypatch):
+    monkeypatch.setattr(join, "QUERIES_PER_BATCH", 2)
+    left = qkv.Database(["chese", "bred", "appels", " ", "milk"], [1, 2, 3, 4, 5])
+    right = qkv.Database(["bread", "cheese", "apples", "milk"], ["B", "C", "A", "M"])
+    seen = []
+    rows = list(left.join(right, top=2, progress=lambda done, total: seen.append((done, total))))
+    assert seen == [(2, 5), (4, 5), (5, 5)]
+    for key in ("chese", "bred", "appels", "milk"):
+        answer = right.ask(key, top=2)
+        found = [row for row in rows if row["key"] == key]
+        assert [row["key_right"] for row in found] == [row.key for row in answer.rows]
+        assert [row["weight"] for row in found] == pytest.approx([r.weight for r in answer.rows])
+        assert [row["rank"] for row in found] == [1, 2]
+    [blank] = [row for row in rows if row["key"] == " "]
+    assert blank == {
+        "key": " ",
+        "value": 4,
+        "key_right": None,
+        "value_right": None,
+        "weight": None,
+        "rank": None,
+    }
+
+
+def test_keys_of_several_columns_and_options():
+    left = qkv.Database([(1.0, 10.0), (2.0, 20.0)], ["a", "b"])
+    right = qkv.Database([(1.1, 10.5), (2.2, 19.0), (9.0, 90.0)], ["x", "y", "z"])
+    assert [row["value_right"] for row in left.join(right)] == ["x", "y"]
+    assert [row["value_right"] for row in left.join(right, weighting="hard")] == ["x", "y"]
+    assert [row["value_right"] for row in left.join(right, min_weight=1.0, score="exact")] == [
+        None,
+        None,
+    ]
+
+
+def test_wrong_arguments_are_named_before_the_first_row():
+    D = qkv.Database({"a": 1})
+    with pytest.raises(ArgumentError, match="min_weight"):
+        D.join(D, min_weight=2)
+    with pytest.raises(ArgumentError, match="top"):
+        D.join(D, top=0)
+    with pytest.raises(TypeError, match="scor"):
+        list(D.join(D, scor="exact"))
