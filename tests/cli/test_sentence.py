@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qkv.cli import weights
+from qkv.database.encoders import sentences
 from tests.cli.run import data, qkv
 
 
@@ -23,7 +24,7 @@ class TestWeights:
         pytest.importorskip("wordllama")
         from qkv.database.encoders import Words
 
-        actual = data("weights", self.SENTENCE)
+        actual = data("weights", self.SENTENCE, "--words")
         assert actual["words"] == ["The", "king", "and", "the", "queen", "."]
         vectors = Words().encode(actual["words"]).astype(float)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -51,11 +52,11 @@ class TestWeights:
         pytest.importorskip("wordllama")
         pytest.importorskip("matplotlib")
         png, page = tmp_path / "a.png", tmp_path / "a.html"
-        result = qkv("weights", "<b> & 'the' king", "--png", png, "--html", page)
+        result = qkv("weights", "<b> & 'the' king", "--words", "--png", png, "--html", page)
         assert result.exit_code == 0
         assert result.stderr == f"wrote {png}\nwrote {page}\n"
         assert png.read_bytes().startswith(b"\x89PNG")
-        actual = data("weights", "<b> & 'the' king")
+        actual = data("weights", "<b> & 'the' king", "--words")
         (words, alpha), text = read_page_weights(page), page.read_text(encoding="utf-8")
         assert words == actual["words"] == weights.split_words("<b> & 'the' king")
         np.testing.assert_allclose(alpha[0, 0], actual["weights"], atol=0.005)
@@ -77,12 +78,31 @@ class TestWeights:
             1,
             1,
         )
-        output = qkv("weights", "--model", text, "--html", page)
+        output = qkv("weights", text, "--html", page)  # the model is the default
         assert "layer 5, head 11 of all-MiniLM-L6-v2" in output.stdout  # it looks farthest
         assert output.stderr == f"wrote {page}\n"
         names, every = read_page_weights(page)
         assert names == words and every.shape[:2] == (6, 12)
         np.testing.assert_allclose(every[5, 11], alpha, atol=0.005)
+
+    def test_without_the_model_word_vectors_show_other_words(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("wordllama")
+        monkeypatch.setattr(sentences, "has_bundled_model", lambda: False)
+        shown = data("weights")
+        alpha = np.array(shown["weights"])
+        assert shown["words"] == weights.split_words(weights.WORDS_EXAMPLE)
+        assert shown["model"] is None and not alpha.diagonal().any()
+        nearest = {
+            word: shown["words"][j]
+            for word, j in zip(shown["words"], alpha.argmax(axis=1), strict=True)
+        }
+        for a, b in (("Paris", "France"), ("Rome", "Italy")):
+            assert (nearest[a], nearest[b]) == (b, a)
+        printed = qkv("weights", "the king and the queen")
+        assert "each word's own weight masked" in printed.stdout
+        assert "qkv[sentences]" in printed.stderr
 
     def test_bad_input(self, tmp_path: Path) -> None:
         assert "has no words" in qkv("weights", "  ").stderr

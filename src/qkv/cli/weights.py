@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 MAX_WORDS = 200
 DEFAULT_TEMPERATURE = 0.3
+MODEL_NAME = "all-MiniLM-L6-v2"
+MODEL_EXAMPLE = "When he saw his owner, the dog was happy, so he wagged his tail"
+WORDS_EXAMPLE = "Paris is to France what Rome is to Italy"
+"""Sentences that show something: a head that resolves pronouns, and words with similar vectors."""
 PALE_RGB, DEEP_RGB = (255, 245, 240), (165, 15, 21)
 SHADES = " ░▒▓█"
 MAX_WORD_CHARACTERS, MAX_LABEL_CHARACTERS = 24, 14
@@ -30,25 +34,17 @@ NUMBER_WIDTH, BARE_WIDTH = 4, 2
 
 def weights(
     sentence: Annotated[
-        list[str], options.make_argument("SENTENCE", "The sentence, with or without quotes.")
-    ],
-    temperature: Annotated[
-        float,
-        options.make_option(
-            "NUMBER", "Divide the scores by this number. A lower number gives sharper weights."
+        list[str] | None,
+        options.make_argument(
+            "[SENTENCE]", "The sentence, with or without quotes; by default an example."
         ),
-    ] = DEFAULT_TEMPERATURE,
-    others: Annotated[
-        bool,
-        options.make_option("--others", "Mask the attention of each word to itself."),
-    ] = False,
-    causal: Annotated[
-        bool,
-        options.make_option("--causal", "Mask the attention of each word to the words after it."),
-    ] = False,
+    ] = None,
     model: Annotated[
         bool,
-        options.make_option("--model", "Show a head of the bundled MiniLM transformer."),
+        options.make_option(
+            "--model",
+            "Show a head of the bundled MiniLM transformer: the default if it is installed.",
+        ),
     ] = False,
     head: Annotated[
         str | None,
@@ -58,6 +54,30 @@ def weights(
             "words that are not neighbours.",
         ),
     ] = None,
+    words: Annotated[
+        bool,
+        options.make_option("--words", "Compare word vectors instead, without a model."),
+    ] = False,
+    temperature: Annotated[
+        float,
+        options.make_option(
+            "NUMBER",
+            "With word vectors: divide the scores by this number. A lower number gives sharper "
+            "weights.",
+        ),
+    ] = DEFAULT_TEMPERATURE,
+    others: Annotated[
+        bool,
+        options.make_option(
+            "--others", "With word vectors: mask the attention of each word to itself."
+        ),
+    ] = False,
+    causal: Annotated[
+        bool,
+        options.make_option(
+            "--causal", "With word vectors: mask the attention of each word to the words after it."
+        ),
+    ] = False,
     png: Annotated[
         Path | None,
         options.make_option("FILE", "Also plot the weights into this file (.png, .svg or .pdf)."),
@@ -68,47 +88,62 @@ def weights(
 ) -> Result:
     """Show how much each word of SENTENCE attends to each other word.
 
-    Each word is a query and a key. Its vector comes from the Words encoder, the score is the
-    cosine divided by the temperature, and the softmax gives the weights. A row sums to 1. Words
-    attend most to themselves.
+    Each word is a query and a key, and a row of weights sums to 1. By default the weights are those
+    of one head of a small transformer, MiniLM (extra "sentences"). The files of --png and --html
+    show all its heads, unless --head selects one.
 
-    --model shows one head of a small transformer. The files of --png and --html show all its heads,
-    unless --head selects one.
+    With --words, the vector of a word comes from the Words encoder, the score is the cosine divided
+    by the temperature, and the softmax gives the weights. Words attend most to themselves; --others
+    masks that. Without the model, --words --others is the default.
     """
-    text = " ".join(sentence)
-    words = split_words(text)
-    if not words:
-        raise ArgumentError(f"the sentence {text!r} has no words")
-    if len(words) > MAX_WORDS:
-        raise ArgumentError(f"the sentence has {len(words)} words; the limit is {MAX_WORDS}")
-    if not (model or head):
-        alpha = compute_weights(words, temperature, others=others, causal=causal)
-        data, captured, title = {"words": words, "weights": alpha.tolist()}, None, ""
-    elif others or causal or temperature != DEFAULT_TEMPERATURE:
+    from qkv.database.encoders.sentences import has_bundled_model
+
+    has_word_options = words or others or causal or temperature != DEFAULT_TEMPERATURE
+    if has_word_options and (model or head):
         raise ArgumentError(
-            "--model and --head do not use --temperature, --others and --causal: leave them out"
+            "--model and --head do not use --words, --temperature, --others and --causal: leave "
+            "them out"
         )
+    needs_model = bool(model or head) or (not has_word_options and has_bundled_model())
+    others = others or not (needs_model or has_word_options)
+    text = " ".join(sentence or [MODEL_EXAMPLE if needs_model else WORDS_EXAMPLE])
+    tokens = split_words(text)
+    if not tokens:
+        raise ArgumentError(f"the sentence {text!r} has no words")
+    if len(tokens) > MAX_WORDS:
+        raise ArgumentError(f"the sentence has {len(tokens)} words; the limit is {MAX_WORDS}")
+    captured: CapturedAttention | None = None
+    if needs_model:
+        captured, layer, at = capture_model_weights(
+            text, None if head is None else parse_head(head)
+        )
+        tokens, alpha = captured.labels or [], captured.weights[layer, at]
+        title = f"layer {layer}, head {at} of {MODEL_NAME}"
+        source: dict[str, Any] = {"model": MODEL_NAME, "layer": layer, "head": at}
     else:
-        chosen = None if head is None else parse_head(head)
-        captured, layer, at = capture_model_weights(text, chosen)
-        words, alpha = captured.labels or [], captured.weights[layer, at]
-        title = f"layer {layer}, head {at} of all-MiniLM-L6-v2"
-        data = {"words": words, "layer": layer, "head": at, "weights": alpha.tolist()}
+        alpha = compute_weights(tokens, temperature, others=others, causal=causal)
+        title = "cosines of word vectors" + ", each word's own weight masked" * others
+        source = {"model": None}
+    data = {"words": tokens, **source, "weights": alpha.tolist()}
     all_heads = None if head else captured
     written = []
     if png is not None:
         bare: dict[str, Any] = {"xlabel": "", "ylabel": "", "figsize": (2.6, 2.6)}
         files.write_figure(
-            png, _build_figure(words, alpha) if all_heads is None else all_heads.plot(**bare)
+            png, _build_figure(tokens, alpha) if all_heads is None else all_heads.plot(**bare)
         )
         written.append(str(png))
     if page is not None:
-        text = _build_page(words, alpha) if all_heads is None else all_heads.to_html()
-        files.write_file(page, text.encode())
+        html = _build_page(tokens, alpha) if all_heads is None else all_heads.to_html()
+        files.write_file(page, html.encode())
         written.append(str(page))
-    return Result(
-        {**data, "written": written}, lambda: _print_heatmap(words, alpha, written, title)
-    )
+
+    def print_heatmap() -> None:
+        _print_heatmap(tokens, alpha, written, title)
+        if not (needs_model or has_word_options):
+            terminal.print_note('pip install "qkv[sentences]" to see the heads of a model')
+
+    return Result({**data, "written": written}, print_heatmap)
 
 
 def _build_figure(words: list[str], alpha: Weights) -> Figure:

