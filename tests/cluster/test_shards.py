@@ -199,7 +199,7 @@ def test_shards_are_weighed_by_all_digits(tmp_path: Path) -> None:
     """Where scores are so large that float32 holds no more than quarters of one."""
     rng, place = np.random.default_rng(0), str(tmp_path / "far.qkv")
     key = (1000 + rng.integers(0, 8, size=(60, 1)) / 4).astype("f4")  # whose squares float32 holds
-    with qkv.open(place) as D, cluster([place], 3) as c:
+    with qkv.open(place, create=True) as D, cluster([place], 3) as c:
         D.add(key, np.arange(60.0))
         c._shard_set.refresh_versions()
         for options in (

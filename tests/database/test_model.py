@@ -37,7 +37,7 @@ class Model(RuleBasedStateMachine):
 
     def opened(self):
         # The narrowest encoder: what is tested is what is kept. "json" takes values of any type.
-        return qkv.open(self.folder / "d.qkv", encoder=Characters(width=16))
+        return qkv.open(self.folder / "d.qkv", create=True, encoder=Characters(width=16))
 
     def teardown(self):
         if hasattr(self, "D"):

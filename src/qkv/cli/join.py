@@ -55,10 +55,11 @@ def join(
     weighting: options.Weighting = None,
     encoder: options.Encoder = None,
 ) -> Result:
-    """Join each row of LEFT with the row of RIGHT whose key is most similar.
+    """Join LEFT with the most similar rows of RIGHT.
 
-    Typos are tolerated. By default the key is the first text column of each table. --where selects
-    rows of RIGHT. Without --output, print the first 20 rows.
+    Each row of LEFT is joined with the row of RIGHT whose key is most similar. Typos are tolerated.
+    By default the key is the first text column of each table. --where selects rows of RIGHT.
+    Without --output, print the first 20 rows.
     """
     from qkv.database.export.files import write_file
     from qkv.database.join import join_rows, joined_columns

@@ -588,7 +588,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         top: int = 1,
         min_weight: float = 0.0,
         progress: ProgressCallback | None = None,
-        **options: Unpack[AskOptions],
+        **options: Any,
     ) -> Iterator[dict[str, Any]]:
         """Yield each row with its `top` best rows of `other`, whose keys are similar.
 
