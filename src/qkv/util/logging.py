@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-def warn_log(text: str, *values: Any) -> None:
+def log_warning(text: str, *values: Any) -> None:
     """Log a problem that did not prevent the call from succeeding."""
     import logging
 

@@ -26,7 +26,7 @@ from qkv.database.storage.garbage import MAKER_LOCK_FILE, remove_abandoned_folde
 from qkv.database.storage.lock import READERS_FILE, try_lock_file
 from qkv.database.storage.segments import SEGMENT_SUFFIX, TEMPORARY_SUFFIX, file_number
 from qkv.errors import ArgumentError, DtypeError, QkvError
-from qkv.util.logging import warn_log
+from qkv.util.logging import log_warning
 from qkv.util.types import interruptible_contextmanager
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
@@ -148,7 +148,7 @@ def _sync_folder(folder: Path) -> None:
         FileSystem().fsync_folder(folder)
     except OSError as error:
         if error.errno not in NO_SYNC:
-            warn_log("%s cannot be synced to disk (%s)", folder, reason(error))
+            log_warning("%s cannot be synced to disk (%s)", folder, reason(error))
 
 
 def list_store_files(folder: Path) -> set[str]:

@@ -17,7 +17,7 @@ from qkv.database.storage.commit_marker import CommitMarker
 from qkv.database.storage.lock import try_lock_file
 from qkv.database.storage.segments import TEMPORARY_SUFFIX, file_number
 from qkv.errors import QkvError
-from qkv.util.logging import warn_log
+from qkv.util.logging import log_warning
 
 MAKER_LOCK_FILE = "making.qkv"
 """The name of a file next to a store that is being created.
@@ -103,7 +103,7 @@ def remove_files(catalog: Catalog, blob_storage: BlobStorage, files: Sequence[st
     if not errors:
         return ""
     message = f"removing files that no version uses failed ({reason(errors[0])})"
-    warn_log("%s: the next writer tries again", message)
+    log_warning("%s: the next writer tries again", message)
     return f"{message}: the next writer tries again"
 
 

@@ -46,7 +46,7 @@ from qkv.database.storage.writer import (
     mark_deleted,
 )
 from qkv.errors import ArgumentError, CombinationError, DtypeError
-from qkv.util.logging import warn_log
+from qkv.util.logging import log_warning
 from qkv.util.types import Closable, ProgressCallback, interruptible_contextmanager
 
 _NO_TENSORS: Mapping[str, Any] = MappingProxyType({})
@@ -427,7 +427,7 @@ class Store(Closable):
                 if not changed:
                     raise error
                 message = f"the catalog could not be shrunk ({reason(error)}): free disk space"
-                warn_log("%s, and compact %s again", message, self.path)
+                log_warning("%s, and compact %s again", message, self.path)
                 unfinished.append(f"{message}, and compact again")
             return replace(report, unfinished="; ".join(filter(None, unfinished)))
 
