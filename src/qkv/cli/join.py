@@ -22,7 +22,7 @@ MAX_PRINTED_ROWS = 20
 
 def join(
     left: Annotated[str, options.make_argument("LEFT", "The table whose rows are matched.")],
-    right: Annotated[str, options.make_argument("RIGHT", "The table in which they are looked up.")],
+    right: Annotated[str, options.make_argument("RIGHT", "The table in which LEFT is looked up.")],
     left_key: Annotated[
         list[str] | None,
         options.make_option("--left-key -l COLUMN", "The column of LEFT to match."),
@@ -71,16 +71,18 @@ def join(
                 f"{output} exists: overwrite it with --overwrite, or choose another name"
             )
     with (
-        _open_left(left, left_key) as asking,
-        open_source(right, options.DEFAULT_READ_OPTIONS, key=right_key, encoder=encoder) as asked,
+        _open_left(left, left_key) as left_input,
+        open_source(
+            right, options.DEFAULT_READ_OPTIONS, key=right_key, encoder=encoder
+        ) as right_database,
     ):
-        condition = arguments.join_conditions(where, asked.columns) if where else None
+        condition = arguments.join_conditions(where, right_database.columns) if where else None
         query_options = build_query_options(right, score, weighting, top)
-        names = joined_columns(asking.columns, asked.columns, top)
+        names = joined_columns(left_input.columns, right_database.columns, top)
         with terminal.show_progress("joining") as progress:
             joined = join_rows(
-                asking,
-                asked,
+                left_input,
+                right_database,
                 min_weight=min_weight,
                 progress=progress,
                 where=condition,
@@ -92,10 +94,12 @@ def join(
                 data = {"written": str(output), "rows": count}
                 return Result(data, lambda: terminal.print_line(line))
             rows = list(joined)
-        right_names = dict(zip(asked.columns, names[len(asking.columns) :], strict=False))
-        right_shown = [*asked.info()["key"], *asked.info()["value"]]
-        shown = [*asking.key, *(right_names[name] for name in right_shown)]
-        weight = names[len(asking.columns) + len(asked.columns)]
+        right_names = dict(
+            zip(right_database.columns, names[len(left_input.columns) :], strict=False)
+        )
+        right_shown = [*right_database.info()["key"], *right_database.info()["value"]]
+        shown = [*left_input.key, *(right_names[name] for name in right_shown)]
+        weight = names[len(left_input.columns) + len(right_database.columns)]
     matched = sum(row[weight] is not None for row in rows)
 
     def print_rows() -> None:
@@ -112,7 +116,7 @@ def join(
                 f"{len(rows) - MAX_PRINTED_ROWS:,} more rows: write all to a file with --output"
             )
         if missing := len(rows) - matched:
-            terminal.print_note(f"{missing:,} of {asking.row_count:,} rows have no match")
+            terminal.print_note(f"{missing:,} of {left_input.row_count:,} rows have no match")
 
     return Result(
         {"rows": rows, "matched": matched}, print_rows, EXIT_OK if matched else EXIT_NOTHING_FOUND

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError
 from qkv.util.types import ProgressCallback
 
 QUERIES_PER_BATCH = 256
-"""The number of left rows whose keys are asked in one call."""
+"""The number of left rows whose keys are the queries of one call."""
 
 
 def joined_columns(left: Iterable[str], right: Iterable[str], top: int) -> list[str]:
@@ -75,9 +75,11 @@ def _join_batches(
     rows, done = iter(left.rows), 0
     while batch := list(islice(rows, QUERIES_PER_BATCH)):
         keys = [_get_key(row, left.key) for row in batch]
-        asked = [i for i, key in enumerate(keys) if not _is_blank(key)]
-        answers = right.ask(Batch(keys[i] for i in asked), top=top, **options) if asked else []
-        matches = {i: answer.rows for i, answer in zip(asked, answers, strict=True)}
+        with_key = [i for i, key in enumerate(keys) if not _is_blank(key)]
+        answers = (
+            right.ask(Batch(keys[i] for i in with_key), top=top, **options) if with_key else []
+        )
+        matches = {i: answer.rows for i, answer in zip(with_key, answers, strict=True)}
         for i, row in enumerate(batch):
             cells = [row.get(name) for name in left.columns]
             matched = [match for match in matches.get(i, []) if match.weight >= min_weight]

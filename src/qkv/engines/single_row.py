@@ -26,7 +26,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.dropout:
         return "each query has its own dropout"
     if call.at is not None or isinstance(call.key, UnreadArray):
-        return "the keys are in parts"
+        return "the keys are stored rows, or are split over processes"
     if call.has_unknown_length or call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "a length is 0, or unknown until the graph runs"
     if tree.array_leaves(call.fw, call.weighting):

@@ -258,7 +258,8 @@ async def _read_body(registry: DatabaseRegistry, route: Route, request: Request)
         )
     most = route.max_body_bytes or limits.MAX_BODY_BYTES
     large = RequestError(
-        413, f"the body has more than {most:,} bytes, the limit: {_suggest_alternative(route)}"
+        413,
+        f"the body has more than {most:,} bytes, which is the limit: {_suggest_alternative(route)}",
     )
     raw = bytearray()
     with contextlib.suppress(ValueError):

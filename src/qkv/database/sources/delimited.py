@@ -280,7 +280,9 @@ def _find_error(
             if width and len(starts) > width + _MORE_CELLS:
                 break
             if not width and columns is not None and len(starts) > columns:
-                problem = f"there are more than {columns:,} columns, the limit: leave some out"
+                problem = (
+                    f"there are more than {columns:,} columns, which is the limit: leave some out"
+                )
                 return error_here(problem, at)
             match = cell.match(text, at)
             if match is None:
