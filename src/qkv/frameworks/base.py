@@ -172,6 +172,10 @@ class Framework:
         """Return whether x has no value while Python runs, not even as a primal of autodiff."""
         return self.is_traced(x)
 
+    def is_compiling(self, x: Array) -> bool:
+        """Return whether x belongs to a graph that is compiled later, so that no plan may run."""
+        return self.is_traced(x)
+
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return self.has_gradients
 

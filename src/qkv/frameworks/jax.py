@@ -61,6 +61,9 @@ class Jax(Framework):
     def is_abstract(self, x: Array) -> bool:
         return self.is_traced(x) and x.to_concrete_value() is None
 
+    def is_compiling(self, x: Array) -> bool:
+        return _untraced_array(x) is None
+
     def has_unknown_length(self, x: Array) -> bool:
         return not all(isinstance(size, int) for size in x.shape)  # symbolic in jax.export
 
@@ -79,10 +82,11 @@ class Jax(Framework):
 
     def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
         arrays = (query, key) if value is None else (query, key, value)
-        if any(self.is_traced(x) or not isinstance(x, jax.Array) for x in arrays):
+        held: list[Any] = [_untraced_array(x) for x in arrays]
+        if not all(isinstance(x, jax.Array) for x in held):
             return None
         shapes = query.shape, key.shape, None if value is None else value.shape
-        return *shapes, *(x.dtype for x in arrays), query.sharding
+        return *shapes, *((x.dtype, type(x)) for x in arrays), held[0].sharding
 
     def without_data(self, x: Array) -> Array:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -251,6 +255,16 @@ class Jax(Framework):
         # over processes. Mark all leaves as varying, and JAX transposes that step itself.
         axes = _all_varying_axes(leaves)
         return run_forward(*(_mark_varying(x, axes) for x in leaves))
+
+
+def _untraced_array(x: Array) -> Array | None:
+    """Return the array inside the tracers of grad, jvp and vmap; None inside jit, scan and others.
+
+    A call on the former runs now, operation by operation. So it may run compiled functions.
+    """
+    while isinstance(x, jax.core.Tracer):
+        x = getattr(x, "val" if type(x).__name__ == "BatchTracer" else "primal", None)
+    return x
 
 
 def _mark_varying(x: Array, axes: frozenset[str]) -> Array:

@@ -239,7 +239,7 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
     if attributes is not None and SIGNATURE_ATTRIBUTE in attributes:
         return attributes[SIGNATURE_ATTRIBUTE]  # type: ignore[no-any-return]
     if is_array(record):
-        if get_framework(record).is_traced(record):
+        if get_framework(record).is_compiling(record):
             raise UncacheableError
         learned = getattr(record, "requires_grad", False)
         return ArraySignature(type(record), record.dtype, tuple(record.shape), learned)
