@@ -92,7 +92,7 @@ def weights(
     of one head of a small transformer, MiniLM (extra "sentences"). The files of --png and --html
     show all its heads, unless --head selects one.
 
-    With --words, the vector of a word comes from the Words encoder, the score is the cosine divided
+    With --words, the vector of a word comes from the Words encoder. The score is the cosine divided
     by the temperature, and the softmax gives the weights. Words attend most to themselves; --others
     masks that. Without the model, --words --others is the default.
     """

@@ -284,10 +284,12 @@ class ShardedQueryExecutor(QueryExecutor):
     def _ask_shards(
         self, sent_job: SentJob, top: int, tolerance: float | None, query: Any
     ) -> tuple[State | SoftmaxNormalizer, list[SliceResult], Any, int | None]:
-        """Send a job to the shards, and return four things.
+        """Send a job to the shards, and return four things:
 
-        These are the normalizer of the weights, the results of the slices, the bound on the error
-        of the weights, and the number of keys read in full (None if the weights are exact).
+        - the normalizer of the weights
+        - the results of the slices
+        - the bound on the error of the weights
+        - the number of keys read in full, or None if the weights are exact
         """
         softmaxes: list[SliceSoftmax] = []
         if type(self.weighting) is Softmax:

@@ -56,10 +56,11 @@ TOO_MANY_REQUESTS_RESPONSE = (
 
 
 class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """uvicorn's HTTP protocol with three more limits.
+    """uvicorn's HTTP protocol with three more limits:
 
-    It limits the number of connections per address, the time until the head of a request is
-    complete, and the time until a client reads the next part of a response.
+    - the number of connections per address
+    - the time until the head of a request is complete
+    - the time until a client reads the next part of a response
     """
 
     _head_timer: asyncio.TimerHandle | None = None

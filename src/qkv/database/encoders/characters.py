@@ -48,8 +48,8 @@ class Characters(Encoder):
     """x_b = Σ_g ±w(g) over the n-grams g of the text's words with hash(g) = b; then x / ‖x‖.
 
     N-grams have `n[0]` to `n[1]` letters. A word has one space of padding on each side, so that its
-    first and last letters count more. The last letter of a word, a space and the first letter of
-    the next word also form an n-gram, so that the order of words counts a little. Case, accents and
+    first and last letters count more. The order of words counts a little: the last letter of a
+    word, a space and the first letter of the next word also form an n-gram. Case, accents and
     punctuation are ignored.
 
     Each word counts a second time with the weight `sounds`: all vowels are equal, and repeated

@@ -98,7 +98,7 @@ def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> l
 def date_form(text: str) -> str | None:
     """Return the form of an ISO date: a date, or a datetime with or without a zone.
 
-    Else, return None.
+    Return None for any other text.
 
     >>> date_form("2024-01-31"), date_form("2024-01-31 12:00Z"), date_form("31.1.2024")
     ('date', 'datetime with zone', None)

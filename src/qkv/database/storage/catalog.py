@@ -584,8 +584,8 @@ def open_connection(
 ) -> tuple[sqlite3.Connection, tuple[Any, ...] | None]:
     """Open a connection to the catalog.
 
-    Also return the state of the file if the connection assumes that the file does not change. Else,
-    return None in its place.
+    Also return the state of the file if the connection assumes that the file does not change, or
+    None if it does not.
     """
     if path is None:
         return _open_sqlite(":memory:"), None

@@ -2,10 +2,10 @@
 
 The scan reads all codes, a quarter of the bytes of the keys. Each score then has an error of at
 most δ = ‖φ‖ · residual, and the weights have an error of at most Σ α (e^δ − 1). If this bound
-exceeds the tolerance, the engine reads the keys of the rows with the largest terms of the sum, and
-if necessary all keys. Nearly uniform weights have no such rows. For them the residuals of a block
-are bounded together: residuals point in many directions (`QuantizedKeys.block_spread`), so
-Σ α |e| ≤ ‖α‖ · spread · ‖φ‖ for the score errors e.
+exceeds the tolerance, the engine reads the keys of the rows with the largest terms of the sum. If
+that is not enough, it reads all keys. Nearly uniform weights have no such rows. For them the
+residuals of a block are bounded together: residuals point in many directions
+(`QuantizedKeys.block_spread`), so Σ α |e| ≤ ‖α‖ · spread · ‖φ‖ for the score errors e.
 """
 
 from __future__ import annotations
