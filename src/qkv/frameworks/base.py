@@ -86,7 +86,7 @@ class Framework:
     has_random_generator = False
     """Whether `draw_dropout_factors` can use the framework's own random generator."""
     needs_disjoint_spans = False
-    """Whether spans of different rows of blocks must not overlap."""
+    """Whether the spans of keys of all queries come from one grid: two are equal or disjoint."""
     supports_masked_gather = False
     """Whether `masked_gather` works: the shape of its result depends on values."""
 

@@ -37,13 +37,15 @@ MAX_SUMMED_COLUMNS = 256
 """Columns up to which differences are added one column at a time: more would lose precision."""
 
 MIN_SUMMED_PAIRS, MAX_SUMMED_NUMBERS = 2**12, 2**15
-"""Pairs from which that is faster than the array of differences; pairs that fit the cache."""
+"""Adding one column at a time is faster than an array of differences from the first number of pairs
+on. The second number of pairs fits the processor's cache."""
 
 MIN_SUMMED_QUERIES, MAX_DIFFERENCES_PER_BLOCK = 8, 2**17
-"""Queries from which it pays to transpose the keys; differences of fewer that fit the cache."""
+"""With fewer queries than the first number, the keys are not transposed, and differences are
+computed for blocks of keys. The second is the number of differences in a block."""
 
 MAX_MEASURED_QUERIES, MAX_MEASURED_NUMBERS = 16, 2**20
-"""Queries of the call that measures a function, and the numbers of its (n, m, d) array."""
+"""A function is measured with this many queries n, and with n · m · d of this size."""
 
 _PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("frameworks.numpy_pair_numbers")
 MAX_PAIR_NUMBERS_ENTRIES = 256

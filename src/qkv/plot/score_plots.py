@@ -32,7 +32,7 @@ FORMULAS = {
     "Constant": "1",
     "Exact": "1 where k = q",
 }
-"""As in the README; r = ‖q − k‖ / width."""
+"""The formula of each score, with r = ‖q − k‖ / width."""
 
 
 def kernels(scores: Scores = KERNELS, *, reach: float = 2.5) -> Figure:

@@ -56,7 +56,7 @@ The column has at least `MIN_COLUMN_CELLS` cells, and at most the share `MAX_ODD
 words. The first `SAMPLE_CELLS` cells are checked before the others.
 """
 MIN_FORM_CELLS = 3
-"""The number of cells from which a column of amounts or dates in other forms is warned of."""
+"""A column of amounts or dates in other forms gets a warning if it has at least this many cells."""
 _MAX_DIGITS = 19
 """The largest number of digits with which programs print floats.
 

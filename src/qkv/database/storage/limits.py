@@ -16,7 +16,7 @@ MAX_SEGMENT_BYTES = 256 << 20
 """The maximum size of a segment file."""
 
 SEGMENTS_PER_MERGE = 16
-"""As many consecutive small segments are merged into one.
+"""This many consecutive small segments are merged into one.
 
 A segment is small if it has less than MAX_SEGMENT_BYTES / SEGMENTS_PER_MERGE bytes.
 """

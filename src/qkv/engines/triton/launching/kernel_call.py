@@ -31,7 +31,7 @@ WINDOWS = ("boxcar", "triangular", "epanechnikov")
 FORMS = ("product", *WINDOWS, "laplace", "exact", "constant")
 """Kinds of scores: a dot product, or one of `tile_functions.distance`."""
 FLAT_FORMS = ("boxcar", "exact", "constant")
-"""Those that are piecewise constant."""
+"""The forms of scores that are piecewise constant."""
 PADDED_ROWS = 128
 """The terms per row of a distance are padded to a multiple of this."""
 
