@@ -29,8 +29,8 @@ LEARNED_SCORES: dict[str, Callable[[int, int], scores.Score]] = {
     "multiplicative": lambda q, k: scores.Multiplicative(np.zeros((q, k))),
     "gated": lambda q, k: scores.Gated(np.zeros(q), np.zeros(k), np.zeros(())),
 }
-"""Functions that create a learned score for two widths. The layer then replaces the zeros by initial
-values."""
+"""Functions that create a learned score for two widths. The layer then replaces the zeros by
+initial values."""
 
 
 def learned_score_name(score: Any) -> Any:

@@ -21,8 +21,8 @@ TRITON_TYPES = {"bool": "tl.int1", "int": "tl.int32", "long": "tl.int64", "float
 MAX_NUMBERS = 24
 """Numbers that a kernel takes: lengths and offsets of captured tensors, and constants."""
 MAX_CONSTANTS = 8
-"""At most this many of these numbers are constants of the function. Kernels are compiled for further
-constants."""
+"""At most this many of these numbers are constants of the function. Further constants are compiled
+into the kernel."""
 MIN_PASSED_CONSTANT = 16
 """Smaller integers, such as 1, are part of the formula. Larger ones are passed as an argument."""
 MAX_CAPTURED_ELEMENTS = 2**31
