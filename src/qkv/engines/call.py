@@ -228,8 +228,8 @@ def compute_scores(
 def check_scores_finite(call: Call, s: Array, visible: LiveMask) -> None:
     """Raise ArgumentError if scores (…, r, m) of a query overflow float64.
 
-    Otherwise the result would be that of a query that may attend to no key. Traced scores are not
-    checked.
+    Without the error, the query would get 0, like a query that may attend to no key. Traced scores
+    are not checked.
     """
     fw = call.fw
     if fw.is_traced(s) or 0 in fw.static_shape(s):

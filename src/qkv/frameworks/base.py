@@ -169,7 +169,7 @@ class Framework:
         return False
 
     def is_abstract(self, x: Array) -> bool:
-        """Return whether x has no value while Python runs, not even as a primal of autodiff."""
+        """Return whether x has no value yet; False for a value that autodiff only wraps."""
         return self.is_traced(x)
 
     def is_compiling(self, x: Array) -> bool:

@@ -414,7 +414,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if len(inputs) > 1 and query.dim() == 3 and query.shape[axis] != key.shape[axis]:
             raise ShapeError(
                 f"query and key must have the same batch size, not {tuple(query.shape)} and "
-                f"{tuple(key.shape)}: batch_first is {self.batch_first}"
+                f"{tuple(key.shape)}: axis {axis} is the batch, because batch_first is "
+                f"{self.batch_first}"
             )
 
     def _forward_nested(

@@ -33,7 +33,7 @@ class Window(Score):
         return sum_differences(*scaled, 2) if square is None else square
 
     def needs_exact_square(self, square: Array, error: Array) -> Array | None:
-        """Return the pairs whose r² must not have this error; None: all may have it."""
+        """Return for which pairs this error of r² is too large for the score; None: for no pair."""
         return None
 
     @property

@@ -327,7 +327,9 @@ def compute_weights(registry: DatabaseRegistry, request: RequestData) -> Any:
     query, key = (_parse_matrix(name, options.pop(name)) for name in ("query", "key"))
     if query.shape[-2] * key.shape[-2] > limits.MAX_NUMBERS:
         raise RequestError(
-            413, f"query and key: at most {limits.MAX_NUMBERS:,} weights in one response"
+            413,
+            f"query and key: at most {limits.MAX_NUMBERS:,} weights in one response: send fewer "
+            "queries or keys",
         )
     mask = options.pop("mask", None)
     if isinstance(mask, list):
