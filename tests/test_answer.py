@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -89,19 +90,92 @@ def test_a_mean_of_many_rows_is_no_doubt():
 CLAIMS = ("one row decides", "one key decides", "which decides", "agree")
 
 
-def test_no_row_decides_where_the_value_is_a_blend():
-    """96 % of the weight on 1988 and a mean of 1967 is no decision for 1988."""
-    books = Database({"The Alchemist": 1988, "The Odyssey": -700, "Emma": 1815, "Dune": 1965})
-    for query in ("the alchmist", "The Alchemist", "The Odyssy", "Emma", "dun"):
+YEARS = {"The Alchemist": 1988, "The Odyssey": -700, "Emma": 1815, "Dune": 1965}
+
+
+def test_the_value_of_a_text_key_is_that_of_the_best_key():
+    """96 % of the weight on 1988: the value is 1988, and the mean over all rows stands beside."""
+    books = Database(YEARS)
+    for query, right in (("the alchmist", 1988), ("The Odyssy", -700), ("Emma", 1815)):
         result = books.ask(query)
-        if format_one_line(result.value) != format_one_line(float(result.rows[0].value)):
-            for text in (result.confidence_text, result.explain(), str(result)):
-                assert not any(claim in text for claim in CLAIMS), (query, text)
-    blend = books.ask("the alchmist")
-    assert 0.9 < blend.rows[0].weight < 1 and format_one_line(blend.value) != "1988"
-    assert re.fullmatch(r"a mean; one row has \d\d(\.\d)? % of the weight", blend.confidence_text)
-    hard = books.ask("The Alchemist", weighting="hard")
-    assert hard.confidence_text == "one row decides" and "equals a key, which decides" in str(hard)
+        assert result.value == right and type(result.value) is float
+        assert not result.value_is_mean
+        assert result.mean == pytest.approx(result.weights @ [*YEARS.values()], abs=1e-3)
+        values = np.array([*YEARS.values()])
+        spread = np.sqrt(result.weights @ (values - result.mean) ** 2)
+        assert result.spread == pytest.approx(spread, rel=1e-4)
+        assert f"around {result.mean:.4g}" in result.explain()
+        assert books.attend(query) == pytest.approx(result.mean, rel=1e-5)
+    exact = books.ask("The Alchemist")
+    assert exact.exact and "equals a key, which decides" in str(exact)
+
+
+@pytest.mark.parametrize(
+    "weighting",
+    ["hard", "average", "raw", "sigmoid", "sparsemax", "entmax15", weightings.TopK(2)],
+    ids=str,
+)
+def test_a_weighting_does_not_change_which_value_it_is(weighting):
+    books = Database(YEARS)
+    result = books.ask("the alchmist", weighting=weighting)
+    assert result.value == 1988.0
+    assert result.mean == pytest.approx(float(books.attend("the alchmist", weighting=weighting)[0]))
+    assert Database(YEARS).ask("The Alchemist", weighting=weighting, top=1).value == 1988.0
+    numbers = Database({float(i): float(i**2) for i in range(5)})
+    assert (pooled := numbers.ask(2.2, weighting=weighting)).value == pooled.mean
+
+
+def test_rows_with_the_best_key_are_averaged():
+    rows = [("tea pot", 4.0), ("knife", 9.0), ("tea pot", 7.0), *[("tea pot", 7.0)] * 20]
+    for top in (1, 5, 30):
+        D = Database(rows, key="name", value="price")
+        result = D.ask("tea pott", top=top)
+        assert result.value == pytest.approx((4 + 7 * 21) / 22, rel=1e-12)
+        assert D.ask("tea pott", where="price > 4", top=top).value == 7.0
+        assert D.ask("tea pott", weighting=weightings.TopK(1), top=top).value == result.value
+        assert D.ask("tea pott", weighting="average", top=top).value == result.value
+        assert result.without(0).value == 7.0
+    unique = Database(dict(rows), unique=True)
+    assert unique.ask("tea pott", top=1).value == 7.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "query", "is_mean"),
+    [
+        ({1.0: 10.0, 2.0: 40.0}, 1.5, True),
+        ({(1.0, 2.0): 10.0, (2.0, 3.0): 40.0}, (1.5, 2.0), True),
+        ({("a", 2.0): 10.0, ("b", 3.0): 40.0}, ("a", 3.0), False),
+        ({datetime.date(2024, 1, 1): 1.0, datetime.date(2024, 1, 5): 5.0}, "2024-01-02", False),
+        ({b"a": 1.0, b"b": 3.0}, b"a", False),
+    ],
+)
+def test_which_keys_have_a_mean_as_value(rows, query, is_mean):
+    result = Database(rows).ask(query)
+    assert result.value_is_mean is is_mean
+    if is_mean:
+        assert result.value == result.mean == pytest.approx(result.weights @ [*rows.values()])
+    else:
+        assert result.value == result.rows[0].value != result.mean
+    assert not Database(rows).ask(next(iter(rows)), score="exact").value_is_mean
+
+
+def test_vectors_and_columns_have_the_value_of_the_best_key():
+    vectors = Database(["tea pot", "knife"], np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
+    result = vectors.ask("tea pott", weighting="average")
+    np.testing.assert_array_equal(result.value, np.array([1.0, 2.0]))
+    np.testing.assert_allclose(result.mean, [2.0, 3.0])
+    assert result.value.dtype == result.mean.dtype
+    embedded = Database(np.eye(2), np.array([[1.0, 2.0], [3.0, 4.0]])).ask(np.eye(2)[0])
+    np.testing.assert_array_equal(embedded.value, embedded.mean)
+    assert Database({"a": "x"}).ask("a").mean is None
+
+
+def test_the_answer_of_a_pickle_and_of_a_copy_has_the_mean():
+    result = Database(YEARS).ask("the alchmist")
+    for other in (pickle.loads(pickle.dumps(result)), deepcopy(result)):
+        assert (other.value, other.mean, other.spread) == (1988.0, result.mean, result.spread)
+        assert other.confidence_text == result.confidence_text
+        assert other.to_dict() == result.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +190,13 @@ def test_no_row_decides_where_the_value_is_a_blend():
     ],
 )
 def test_a_row_decides_where_the_value_is_its_own(value, row, decides):
-    result = replace(build_answer([0.97, 0.03], values=[row, row]), value=value, values=[])
+    result = replace(
+        build_answer([0.97, 0.03], values=[row, row]),
+        value=value,
+        mean=value,
+        value_is_mean=True,
+        values=[],
+    )
     assert (result.confidence_text == "one row decides") is decides
 
 
@@ -134,13 +214,13 @@ def test_rows_that_share_a_key_or_a_value_are_one_answer():
     assert names.ask("tea pot").values[0].weight > 0.9
     assert names.ask("tea pot").confidence_text == "sure"
     prices = Database([("tea pot", 5.0)] * 8 + [("knife", 9.0)])
-    assert prices.ask("tea pot", weighting="hard").confidence_text == "one row decides"
-    result = prices.ask("tea pot", weighting=weightings.TopK(8))
-    assert result.value == pytest.approx(5) and result.confidence_text == "one key decides"
+    for weighting in ("softmax", "hard", weightings.TopK(8)):
+        result = prices.ask("tea pot", weighting=weighting)
+        assert result.value == 5 and result.confidence_text == "sure"
     alike = Database([(float(i), 7.0) for i in range(8)])
     assert alike.ask(4.0, weighting="average").confidence_text == "rows with the same value decide"
-    two = Database([("tea pot", 4.0), ("tea pot", 6.0), ("knife", 9.0)])
-    assert two.ask("tea pot", weighting=weightings.TopK(2)).confidence_text == "one key decides"
+    numbers = Database([(1.0, 4.0), (1.0, 6.0), (9.0, 9.0)])
+    assert numbers.ask(1.0, weighting=weightings.TopK(2)).confidence_text == "one key decides"
 
 
 def test_one_key_with_many_values_says_so():
@@ -149,8 +229,8 @@ def test_one_key_with_many_values_says_so():
 
 
 def test_sureness_counts_rows_beyond_those_that_are_named():
-    D = Database([("tea pot", 5.0)] * 40 + [("knife", 9.0)] * 2)
-    few = D.ask("tea pot", weighting=weightings.TopK(40), top=2)
+    D = Database([(1.0, 5.0)] * 40 + [(9.0, 9.0)] * 2)
+    few = D.ask(1.0, weighting=weightings.TopK(40), top=2)
     assert len(few.rows) == 2 and few.confidence_text == "one key decides"
     assert pickle.loads(pickle.dumps(few)).confidence_text == few.confidence_text
 
@@ -232,6 +312,8 @@ def test_json():
     assert json.loads(json.dumps(fields)) == {
         "query": "q",
         "value": 1.5,
+        "mean": None,
+        "value_is_mean": False,
         "rows": [
             {"key": "k0", "value": 1.5, "weight": 0.75, "index": 0},
             {"key": "k1", "value": None, "weight": 0.25, "index": 1},
@@ -246,6 +328,7 @@ def test_json():
         "statistical": False,
         "engine": "scan",
         "hint": "",
+        "confidence_text": "fairly sure",
     }
 
 

@@ -44,8 +44,20 @@ MIN_DECISIVE_WEIGHT = 0.9
 """A row, a key or a value decides the answer if its weight is above this."""
 
 SERIALIZED_FIELDS = (
-    *("query", "value", "rows", "entropy", "effective_rows", "total", "missing", "exact"),
+    *(
+        "query",
+        "value",
+        "mean",
+        "value_is_mean",
+        "rows",
+        "entropy",
+        "effective_rows",
+        "total",
+        "missing",
+        "exact",
+    ),
     *("error_bound", "rows_read", "bound_is_probabilistic", "engine", "hint"),
+    "confidence_text",
 )
 """The attributes that `to_dict` contains."""
 SERIALIZED_NAMES = {"bound_is_probabilistic": "statistical"}
@@ -61,10 +73,15 @@ MIN_SHOWN_WEIGHT = 0.0005
 class Answer(Displayable):
     """The answer of a database to one query.
 
-    `value` is Σᵢ αᵢ vᵢ if values are numbers or vectors. Otherwise `values` lists the distinct
-    values with their total weights, and `value` is the heaviest of them. `rows` are the heaviest
-    rows. `entropy` is −Σ αᵢ ln αᵢ. `effective_rows` is e^entropy: about how many rows share the
-    weight.
+    - Keys of numbers or vectors: `value` is Σᵢ αᵢ vᵢ. This needs numbers in every key column.
+    - Other keys, or `score="exact"`: `value` is that of the best-matching key (the mean of its
+      rows).
+    - Values that are neither numbers nor vectors: `value` is the value with the largest weight.
+
+    No weighting changes which of these holds. `mean` is always Σᵢ αᵢ vᵢ; it is None if values are
+    neither numbers nor vectors. Then `values` lists the distinct values with their total weights.
+    `rows` are the heaviest rows. `entropy` is −Σ αᵢ ln αᵢ. `effective_rows` is e^entropy: about how
+    many rows share the weight.
 
     >>> from qkv import Database
     >>> answer = Database({"Zhang": "Aston", "Li": "Mu", "Smola": "Alex"}).ask("Li")
@@ -79,6 +96,10 @@ class Answer(Displayable):
     lse: float | None
     total: int
     """The number of rows that took part: they pass `where` and have a value."""
+    mean: Any = field(kw_only=True, default=None)
+    """Σᵢ αᵢ vᵢ, the weighted mean over all rows; None if values are not numbers or vectors."""
+    value_is_mean: bool = field(kw_only=True, default=False)
+    """Whether `value` is `mean`: all columns of the key are numbers, or the key is a vector."""
     missing: int = field(kw_only=True, default=0)
     """The number of rows left out of the answer: they pass `where`, but their value is missing."""
     is_normalized: bool = field(kw_only=True, default=True)
@@ -120,7 +141,7 @@ class Answer(Displayable):
 
     @lazy_property
     def spread(self) -> Any:
-        """√(Σᵢ αᵢ (vᵢ − value)²): the weighted standard deviation of the values.
+        """√(Σᵢ αᵢ (vᵢ − mean)²): the weighted standard deviation of the values.
 
         None if values are not numbers.
         """
@@ -158,10 +179,10 @@ class Answer(Displayable):
         return answer
 
     def influence(self) -> Any:
-        """Return the effect of each row i: the answer's value minus its value without row i.
+        """Return the effect of each row i: the answer's `mean` minus its mean without row i.
 
         The result is (m,) for numbers, (m, d_v) for vectors, and a mapping for several columns. If
-        the values are not averaged, entry i says how much row i increases the weight of `value`.
+        `mean` is None, entry i says how much row i increases the weight of `value`.
 
         >>> from qkv import Database
         >>> Database([(1.0, 10.0), (2.0, 40.0)]).ask(1.5).influence().tolist()
@@ -172,13 +193,15 @@ class Answer(Displayable):
     def __getstate__(self) -> dict[str, Any]:
         # A pickle contains the weights of all rows, but not the database.
         state = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
+        if self.rows and not self.value_is_mean:
+            state["_value_share"] = self._value_share
         if self.coverage is not None:
             state["prediction_set"] = self.prediction_set
         backend = DetachedBackend(self.rows, self.weights, self.entropy, self.spread)
         return state | {"_backend": backend}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
-        names = ("query", "value", "rows", "values")
+        names = ("query", "value", "mean", "rows", "values")
         return replace(self, **{name: deepcopy(getattr(self, name), memo) for name in names})
 
     @property
@@ -198,7 +221,7 @@ class Answer(Displayable):
         It depends on whether that key alone decides the value, or the value is a mean of several
         rows.
         """
-        if self.values or isinstance(self.value, str):
+        if not self.value_is_mean:
             return EXACT_MATCH_TEXT
         own = [row for row in self.rows if row.key == self.query]
         return (
@@ -276,9 +299,9 @@ class Answer(Displayable):
             f"The weight is spread over about {effective} "
             f"row{'s' * (effective != '1.0')}: {self.confidence_text}."
         )
-        if isinstance(self.value, float | np.ndarray):
+        if self.mean is not None:
             if self.is_normalized and isinstance(self.spread, float):
-                parts.append(f"The values spread by {self.spread:.4g} around {self.value:.4g}.")
+                parts.append(f"The values spread by {self.spread:.4g} around {self.mean:.4g}.")
         elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
             best, next_ = self.values[:2]
             has = (
@@ -325,8 +348,8 @@ class Answer(Displayable):
     def missing_text(self) -> str:
         """The number of rows without a value as text, such as "2 rows without a value"."""
         rows = format_plural(self.missing, "row")
-        if isinstance(self.value, dict) and not self.values:  # several columns, each pooled
-            return f"{rows} that lack{'s' * (self.missing == 1)} {join_alternatives([*self.value])}"
+        if isinstance(self.mean, dict):
+            return f"{rows} that lack{'s' * (self.missing == 1)} {join_alternatives([*self.mean])}"
         return f"{rows} without a value"
 
     @property
@@ -346,14 +369,22 @@ class Answer(Displayable):
         """
         if not self.rows:
             return "no answer"
-        return self._value_confidence_text() if self.values else self._mean_confidence_text()
+        return self._mean_confidence_text() if self.value_is_mean else self._value_confidence_text()
+
+    @lazy_property
+    def _value_share(self) -> float:
+        """The share of the weight on rows that have the value or the best-matching key."""
+        if self.values:
+            known = np.abs([share.weight for share in self.values])
+            return float(known[0] / (1.0 if self.is_normalized else known.sum() or 1.0))
+        share = self._backend.compute_value_share()
+        return share if share is not None else self._top_share
 
     def _value_confidence_text(self) -> str:
-        """Return `confidence_text` for an answer that has the heaviest of several values."""
-        known = np.abs([share.weight for share in self.values])
-        best = float(known[0] / (1.0 if self.is_normalized else known.sum() or 1.0))
-        if best > 0.5:
-            return "sure" if best > MIN_DECISIVE_WEIGHT else "fairly sure"
+        """Return `confidence_text` for an answer whose value is that of some rows."""
+        if self._value_share > 0.5:
+            return "sure" if self._value_share > MIN_DECISIVE_WEIGHT else "fairly sure"
+        known = [share.weight for share in self.values or self._heavy_rows()]
         rows = self._heavy_rows()
         if self.is_normalized and _group_rows(rows, "key")[0].weight > MIN_DECISIVE_WEIGHT:
             return "one key, whose rows have different values"

@@ -89,6 +89,13 @@ class AnswerBackend(ABC):
     def compute_spread(self) -> Any:
         """Return the weighted standard deviation of the values, or None if they are not numbers."""
 
+    def compute_value_share(self) -> float | None:
+        """Return the share of the weight on rows that have the answer's value or its key.
+
+        It is for the value of the best-matching key. None if the rows are not available.
+        """
+        return None
+
     @abstractmethod
     def rows_above(self, weight: float) -> list[Row]:
         """Return every row of at least this weight, heaviest first."""

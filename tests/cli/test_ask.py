@@ -16,8 +16,10 @@ from tests.cli.run import data, qkv
 class TestAsk:
     def test_a_slip_of_the_hand_finds_its_book(self, table: Path) -> None:
         answer = data("ask", table, "the alchmist", "--key", "title", "--value", "author")
-        fields = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing"]
-        fields += ["exact", "error_bound", "rows_read", "statistical", "engine", "hint"]
+        fields = ["query", "value", "mean", "value_is_mean", "rows", "entropy", "effective_rows"]
+        fields += ["total", "missing", "exact", "error_bound", "rows_read", "statistical"]
+        fields += ["engine", "hint", "confidence_text"]
+        assert answer["mean"] is None and answer["value_is_mean"] is False
         assert list(answer) == fields and answer["missing"] == 0 and answer["hint"] == ""
         assert not answer["exact"]
         assert answer["query"] == "the alchmist"
@@ -55,11 +57,15 @@ class TestAsk:
         other = qkv(*command, "--score", "cosine").stdout
         assert other.startswith("short\n") and "to compare directions" not in other
 
-    def test_no_row_decides_where_the_value_is_a_blend(self, table: Path) -> None:
+    def test_a_number_of_the_best_key_has_the_mean_beside_it(self, table: Path) -> None:
         command = ["ask", table, "the alchmist", "-k", "title", "-v", "year"]
-        value, shown = data(*command)["value"], qkv(*command).stdout
-        assert abs(value - 1988) > 1 and "decides" not in shown
-        assert re.search(r"· a mean; one row has 9\d(\.\d)? % of the weight ·", shown)
+        answer, shown = data(*command), qkv(*command).stdout
+        assert answer["value"] == 1988 and not answer["value_is_mean"]
+        assert abs(answer["mean"] - 1988) > 1 and answer["spread"] > 10
+        first = shown.splitlines()[0]
+        match = re.fullmatch(r"1988  \(mean of all rows (\S+) ± (\S+)\)", first)
+        assert match and float(match[1]) == pytest.approx(answer["mean"], abs=0.5)
+        assert float(match[2]) == pytest.approx(answer["spread"], rel=0.05)
 
     def test_words_need_no_quotes(self, table: Path) -> None:
         assert (

@@ -273,8 +273,9 @@ def test_a_value_of_several_columns():
     D = Database.from_columns(STUDENTS)
     assert D["Jane Roe"] == {"major": "law", "gpa": 3.9, "salary": 95.0}
     N = Database.from_columns(STUDENTS, key="name", value=["gpa", "salary"])
-    pooled = N.ask("Jane Roe", weighting="average").value
-    assert pooled == pytest.approx({"gpa": 3.425, "salary": 74.25})
+    answer = N.ask("Jane Roe", weighting="average")
+    assert answer.mean == pytest.approx({"gpa": 3.425, "salary": 74.25})
+    assert answer.value == {"gpa": 3.9, "salary": 95.0}
     N.add("Cy", {"gpa": 1.0, "salary": 2.0})
     assert N["Cy"] == {"gpa": 1.0, "salary": 2.0}
     with pytest.raises(ArgumentError, match="mapping of the columns gpa, salary"):

@@ -407,10 +407,11 @@ def test_a_database_answers_alike(run: Any) -> None:
         answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
         label = f"{query} {encoder} {options}"
         if isinstance(answer.value, float):
-            np.testing.assert_allclose(result["pooled"], answer.value, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(result["shown"], answer.value, err_msg=label, **CLOSE)
+            np.testing.assert_allclose(result["mean"], answer.mean, err_msg=label, **CLOSE)
             np.testing.assert_allclose(result["spread"], answer.spread, err_msg=label, **CLOSE)
         else:
-            assert result["pooled"] == answer.value, label
+            assert result["shown"] == answer.value, label
         np.testing.assert_allclose(result["weights"], answer.weights, err_msg=label, **CLOSE)
         np.testing.assert_allclose(result["entropy"], answer.entropy, err_msg=label, **CLOSE)
         np.testing.assert_allclose(

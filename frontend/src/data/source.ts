@@ -158,7 +158,7 @@ export function createLocalSource(): Source {
       const shareText = first && `${formatOneLine(first.key)} has ${(100 * first.weight).toPrecision(3)} % of the weight. `;
       return {
         ...answer,
-        value: answer.pooled,
+        value: answer.shown,
         effective_rows: answer.effective,
         explained: `${shareText ? `Of ${formatCount(answer.total, "row")}, ${shareText}` : ""}Computed in this page, by letters and numbers.`,
       };

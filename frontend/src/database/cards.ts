@@ -62,9 +62,9 @@ export function createCard(name: string, title: string, hint: string, describeTi
   return {
     element,
     showAnswer(answer, values) {
-      value.textContent = formatValue(answer.pooled);
+      value.textContent = formatValue(answer.shown);
       value.classList.toggle("long", value.textContent.length > MAX_LARGE_FONT_LETTERS);
-      value.dataset.value = formatField(answer.pooled);
+      value.dataset.value = formatField(answer.shown);
       tieNote.textContent = describeTies(answer);
       tieNote.hidden = !tieNote.textContent;
       showNumber(entropy, answer.entropy, formatFixed(answer.entropy));
@@ -84,9 +84,10 @@ export function createCard(name: string, title: string, hint: string, describeTi
 
 function createSpreadNote(answer: Answer): HTMLElement | null {
   const deviation = answer.spread!;
-  return answer.isNormalized && deviation > 0
-    ? h("p", { class: "hint" }, `standard deviation of the values: ± ${Number(deviation.toPrecision(3))}`)
-    : null;
+  if (!answer.isNormalized || !(deviation > 0)) return null;
+  const spread = `± ${Number(deviation.toPrecision(3))}`;
+  const text = answer.valueIsMean ? `standard deviation of the values: ${spread}` : `mean of all rows: ${formatRounded(answer.mean as number)} ${spread}`;
+  return h("p", { class: "hint" }, text);
 }
 
 /** Values that are not numbers: the weight of each, as parts of one bar. */
@@ -126,22 +127,22 @@ function createShares(answer: Answer): HTMLElement[] {
 /** Values that are numbers: a dot on a line for each row, sized by its weight, and a mark for the answer. */
 function createDotLine(answer: Answer, values: number[]): HTMLElement {
   const known = values.filter((x) => Number.isFinite(x));
-  const pooled = answer.pooled as number;
+  const shown = answer.shown as number;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const [width, pad] = [600, 16];
   const xOf = (x: number) => pad + ((x - low) / (high - low || 1)) * (width - 2 * pad);
   const top = Math.max(...answer.weights.map(Math.abs), 1e-12);
-  const isInside = Number.isFinite(pooled) && pooled >= low && pooled <= high;
+  const isInside = Number.isFinite(shown) && shown >= low && shown <= high;
   const plot = s(
     "svg",
-    { viewBox: `0 0 ${width} 50`, class: "line", role: "img", "aria-label": `values from ${formatRounded(low)} to ${formatRounded(high)}, the answer at ${formatRounded(pooled)}` },
+    { viewBox: `0 0 ${width} 50`, class: "line", role: "img", "aria-label": `values from ${formatRounded(low)} to ${formatRounded(high)}, the answer at ${formatRounded(shown)}` },
     s("line", { x1: pad, x2: width - pad, y1: 25, y2: 25, class: "axis" }),
     ...values.map((x, i) =>
       Number.isFinite(x)
         ? s("circle", { cx: xOf(x), cy: 25, r: 2.5 + 11 * Math.sqrt(Math.abs(answer.weights[i]) / top), class: "dot" })
         : null,
     ),
-    isInside ? s("line", { x1: xOf(pooled), x2: xOf(pooled), y1: 3, y2: 47, class: "mark" }) : null,
+    isInside ? s("line", { x1: xOf(shown), x2: xOf(shown), y1: 3, y2: 47, class: "mark" }) : null,
   );
   const labels = [formatRounded(low), "values of the rows; the size of a dot is its weight", formatRounded(high)].map((text) => h("span", {}, text));
   return h("div", {}, plot, h("div", { class: "ends", "aria-hidden": "true" }, ...labels));

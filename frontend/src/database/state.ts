@@ -409,13 +409,13 @@ export class State {
     const { answer, best } = this.data;
     soft.weights = Float64Array.from(usedLines, (i) => answer.weights.data[i]);
     for (const row of soft.rows) row.weight = soft.weights[row.index];
-    Object.assign(soft, { pooled: toPlain(answer.value), entropy: answer.entropy, effective: answer.effective_rows });
+    Object.assign(soft, { shown: toPlain(answer.value), mean: toPlain(answer.mean), valueIsMean: answer.value_is_mean, entropy: answer.entropy, effective: answer.effective_rows });
     Object.assign(soft, { total: answer.total, missing: answer.missing, spread: answer.spread ?? null });
     soft.values = answer.values ?? [];
     Object.assign(hard, { total: answer.total, missing: answer.missing });
     if (!best) return;
     hard.weights = Float64Array.from(usedLines, (i) => Number(i === best.at));
-    hard.pooled = toPlain(best.value);
+    hard.shown = toPlain(best.value);
     if (hard.values.length) hard.values = [{ value: best.value, weight: 1 }];
     // If the best row is not in the page, ties with it are unknown.
     if (best.at === null) hard.rows = [];

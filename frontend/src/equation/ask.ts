@@ -34,13 +34,16 @@ export interface AskOptions {
 
 export interface Answer extends AttentionResult {
   query: Key;
-  /** Σᵢ αᵢ vᵢ for numbers, vectors and records of `columns`; else the value with the most weight; null without weights. */
-  pooled: unknown;
+  /** The value: `mean` if keys are numbers or vectors; else that of the best-matching key, the mean of its rows. For values that are not pooled, the one with the most weight. Null without weights. */
+  shown: unknown;
+  /** Σᵢ αᵢ vᵢ for numbers, vectors and records of `columns`; null for other values and without weights. */
+  mean: unknown;
+  valueIsMean: boolean;
   /** The rows with the most weight. */
   rows: { key: Key; value: unknown; weight: number; index: number }[];
   /** If values are not pooled: each value with its total weight, the largest first. */
   values: { value: unknown; weight: number }[];
-  /** √(Σᵢ αᵢ (vᵢ − value)²); null if the values are not numbers. */
+  /** √(Σᵢ αᵢ (vᵢ − mean)²); null if the values are not numbers. */
   spread: number | null;
   /** Rows that have a value, and rows that are ignored because their value is missing. */
   total: number;
@@ -61,6 +64,17 @@ function toVectors(values: unknown[], live: boolean[], columns: string[] | null)
   if (present.every((x) => typeof x === "number")) return values.map((x, i) => [live[i] ? (x as number) : NaN]);
   if (present.every(isVector)) return values.map((x) => (x ?? []) as Vector);
   return null;
+}
+
+const isNumberKey = (x: unknown) => typeof x === "number" || ArrayBuffer.isView(x) || isVector(x);
+
+/** The mean value of the rows that have the same key as the row with the best score. */
+function averageBestKey(rows: Row[], scores: Float64Array, values: Vector[], live: boolean[]): number[] {
+  const positions = Array.from(rows.keys()).filter((i) => live[i]);
+  const best = positions.reduce((top, i) => (scores[i] > scores[top] ? i : top), positions[0]);
+  const key = JSON.stringify(rows[best].key);
+  const vectors = positions.filter((i) => JSON.stringify(rows[i].key) === key).map((i) => Array.from(values[i]));
+  return vectors[0].map((_, j) => (vectors.every((x) => x[j] === vectors[0][j]) ? vectors[0][j] : vectors.reduce((sum, x) => sum + x[j], 0) / vectors.length));
 }
 
 /** The rows that have a value. A record that is pooled needs a value in each of its columns. */
@@ -84,13 +98,15 @@ export function ask(rows: Row[], query: Key, options: AskOptions = {}): Answer {
   const chosenScore = options.score ?? precomputed?.score ?? encoder?.defaultScore(rows.length) ?? "";
   let scores: Float64Array;
   let weighting: Weighting;
+  let comparesKeys = false;
   if (computed) {
     scores = computed.scores;
     weighting = options.weighting === "hard" ? resolveWeighting("hard") : computedWeighting(computed.weights, computed.isConvex, computed.isSparse);
   } else {
     const pair = resolvePair({ score: chosenScore, weighting: options.weighting });
     weighting = pair.weighting;
-    if (pair.score.comparesKeys) scores = Float64Array.from(keys, (key) => Number(key === query));
+    comparesKeys = pair.score.comparesKeys;
+    if (comparesKeys) scores = Float64Array.from(keys, (key) => Number(key === query));
     else {
       const queryVector = precomputed ? precomputed.query : encoder!.encodeQueries([query])[0];
       scores = Float64Array.from(precomputed ? precomputed.keys : encoder!.encode(keys), (key) => pair.score.compute(queryVector, key));
@@ -109,7 +125,9 @@ export function ask(rows: Row[], query: Key, options: AskOptions = {}): Answer {
   const answer: Answer = {
     ...attended,
     query,
-    pooled: null,
+    shown: null,
+    mean: null,
+    valueIsMean: values !== null && !comparesKeys && keys.every(isNumberKey),
     rows: heaviest.slice(0, options.top ?? 5),
     values: [],
     spread: null,
@@ -126,7 +144,9 @@ export function ask(rows: Row[], query: Key, options: AskOptions = {}): Answer {
     if (weighting.isConvex && weightSum > 0) out = out.map((x) => x / weightSum);
     answer.value = out;
     const isNumeric = rows.some((row) => typeof row.value === "number");
-    answer.pooled = columns ? Object.fromEntries(columns.map((name, j) => [name, out[j]])) : isNumeric ? out[0] : out;
+    const unpack = (x: ArrayLike<number>) => (columns ? Object.fromEntries(columns.map((name, j) => [name, x[j]])) : isNumeric ? x[0] : x);
+    answer.mean = unpack(out);
+    answer.shown = answer.valueIsMean || !order.length ? answer.mean : unpack(averageBestKey(rows, scores, values, live));
     if (isNumeric) {
       const square = order.reduce((sum, i) => sum + weights[i] * (values[i][0] - out[0]) ** 2, 0);
       answer.spread = Math.sqrt(Math.max(square, 0));
@@ -140,7 +160,7 @@ export function ask(rows: Row[], query: Key, options: AskOptions = {}): Answer {
       weightByValue.set(text, entry);
     }
     answer.values = Array.from(weightByValue.values()).sort((a, b) => b.weight - a.weight);
-    answer.pooled = answer.values[0].value;
+    answer.shown = answer.values[0].value;
   }
   return answer;
 }

@@ -178,7 +178,7 @@ export const view: View = {
       timer = setTimeout(() => {
         if (isRemoved) return;
         const [first] = outcome.soft.rows;
-        const value = typeof outcome.soft.pooled === "number" ? formatFixed(outcome.soft.pooled, 2) : formatValue(outcome.soft.pooled);
+        const value = typeof outcome.soft.shown === "number" ? formatFixed(outcome.soft.shown, 2) : formatValue(outcome.soft.shown);
         context.announce(
           first
             ? `${value}. ${formatField(first.key)} ${outcome.soft.isNormalized ? `has ${formatPercent(first.weight)} of the weight` : `has weight ${formatWeight(first.weight)}`}; effective rows ${formatFixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`

@@ -56,7 +56,8 @@ def ask(
         for text in _read_queries(query):
             answer = database.ask(parse_key(database, text), where=condition, **query_options)
             code = 0 if answer.rows else EXIT_NOTHING_FOUND
-            yield Result(answer.to_dict(), functools.partial(print_answer, answer), code)
+            data = answer.to_dict() | ({} if answer.mean is None else {"spread": answer.spread})
+            yield Result(data, functools.partial(print_answer, answer), code)
 
 
 def get(
@@ -144,13 +145,7 @@ def print_answer(answer: Answer) -> None:
     if not answer.rows:
         terminal.print_line(f"nothing: {answer.why_nothing}")
         return
-    mean = isinstance(answer.value, float) and not answer.values and answer.is_normalized
-    value = (
-        terminal.format_with_spread(answer.value, answer.spread)
-        if mean
-        else terminal.format_value(answer.value)
-    )
-    terminal.print_line(value, "bold")
+    terminal.print_line(_format_answer_value(answer), "bold")
     terminal.print_line()
     plain = terminal.is_ascii_only()
     width = min(MAX_BAR_CHARACTERS, terminal.terminal_width() // 5)
@@ -197,6 +192,15 @@ def build_query_options(
         "weighting": parsing.parse_weighting(weighting) if is_local else weighting,
         "top": top,
     }
+
+
+def _format_answer_value(answer: Answer) -> str:
+    """Return the value of an answer as text, with the mean and the spread of numbers."""
+    value, mean = terminal.format_value(answer.value), answer.mean
+    if not (isinstance(mean, float) and answer.is_normalized):
+        return value
+    with_spread = terminal.format_with_spread(mean, answer.spread)
+    return with_spread if answer.value_is_mean else f"{value}  (mean of all rows {with_spread})"
 
 
 def _left_out_note(answer: Answer) -> str:

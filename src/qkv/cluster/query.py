@@ -16,7 +16,7 @@ from qkv.cluster.shard_set import SentJob, ShardedSnapshot
 from qkv.database.errors import LostShardError
 from qkv.database.filter.expressions import PartialTableCondition
 from qkv.database.query.calibration import Calibration
-from qkv.database.query.executor import MAX_VOTING_ROWS, QueryExecutor
+from qkv.database.query.executor import QueryExecutor
 from qkv.database.query.scan import MAX_SCORES_PER_BATCH, ScaledSquareSum, merge_square_sums
 from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import TableView
@@ -25,7 +25,7 @@ from qkv.frameworks import is_array, load_framework, to_numpy
 from qkv.frameworks.ragged import EncodedQuery
 from qkv.frameworks.stored_rows import WeighedRows
 from qkv.scores import Score
-from qkv.weightings import State, Weighting, WeightingLike
+from qkv.weightings import Hard, State, Weighting, WeightingLike
 from qkv.weightings.error_bound import ErrorBound
 from qkv.weightings.softmax import Softmax
 
@@ -219,6 +219,20 @@ class ShardedQueryExecutor(QueryExecutor):
         options = (self.top, self.tolerance, self.calibration, self.frame_library, None, position)
         return ShardedQueryExecutor(self.view, self.score, self.weighting, self.where, *options)
 
+    def _scan_with_hard_weights(self) -> ShardedQueryExecutor:
+        options = (1, None, "", None, None, self._excluded_position)
+        return ShardedQueryExecutor(self.view, self.score, Hard(), self.where, *options)
+
+    def _positions_with_key(self, key: Any) -> np.ndarray:
+        try:
+            positions = np.asarray(self.view.find_ids(key), np.int64)
+            allowed = self.view.select_mask(self.view.filter_rows(self.where)).mask
+        except LostShardError:
+            return np.zeros(0, np.int64)  # the heaviest rows that were read must do
+        if self._excluded_position is not None:
+            positions = positions[positions != self._excluded_position]
+        return positions if allowed is None else positions[allowed[positions]]
+
     def compute_weights(self, queries: Any, value: bool) -> tuple[WeighedRows, str]:
         snapshot, lost = self.view.snapshot, dict[int, LostShardError]()
         while True:
@@ -244,7 +258,7 @@ class ShardedQueryExecutor(QueryExecutor):
             code, keys, self._read_as, weighting, self.where, self._excluded_position, lost
         )
         sent_job = SentJob(view.snapshot, job, lost)
-        top = self.top if view.schema.can_pool_values else max(self.top, MAX_VOTING_ROWS)
+        top = self.rows_to_read
         skips_tolerance = compares_keys or (lost and not self._rounded)
         tolerance = None if skips_tolerance else self.tolerance
         normalizer, results, bound, read = self._ask_shards(sent_job, top, tolerance, code.code)

@@ -418,7 +418,10 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         confidence: float | None = None,
         **other: Any,
     ) -> Any:
-        """Return Σᵢ α(q, kᵢ) vᵢ as an `Answer`: the value, the heaviest rows and their weights.
+        """Return an `Answer`: the value, the heaviest rows and their weights α(q, kᵢ).
+
+        For keys of numbers and vectors, the value is Σᵢ α(q, kᵢ) vᵢ. For other keys, numbers come
+        from the best-matching key, and `mean` is Σᵢ α(q, kᵢ) vᵢ. See `Answer`.
 
         For a list of queries, or an array with one query per row, return a list of answers. If a
         key consists of several numbers, a list or array of that length is one key.

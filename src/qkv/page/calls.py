@@ -116,9 +116,10 @@ def answer_query(args: Args, databases: Databases) -> dict[str, Any]:
     data: dict[str, Any] = views.answer_view(answer)["data"]
     source = answer._collect_source(views.MAX_ROWS)
     rows = [] if source is None else source.rows
-    for best in tables.find_answer({**args, "weighting": "hard", "top": 1}, databases).rows:
+    hard = tables.find_answer({**args, "weighting": "hard", "top": 1}, databases)
+    for best in hard.rows:
         positions = (i for i, row in enumerate(rows) if row.index == best.index)
-        data["best"] = {"key": best.key, "value": best.value, "at": next(positions, None)}
+        data["best"] = {"key": best.key, "value": hard.value, "at": next(positions, None)}
     return data
 
 

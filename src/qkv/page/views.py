@@ -86,8 +86,8 @@ def answer_view(answer: Answer) -> Descriptor:
         "answer": fields,
         "registered": list_registered(),
     }
-    if isinstance(answer.value, dict) and not answer.values:  # several columns, each pooled
-        data["columns"] = list(answer.value)
+    if isinstance(answer.mean, dict):  # several columns of numbers
+        data["columns"] = list(answer.mean)
     source, rows = answer._collect_source(MAX_ROWS), answer.rows
     if source is not None:
         rows = source.rows

@@ -19,6 +19,8 @@ from qkv.util.formatting import quote_cell
 
 REQUIRED_FIELDS = ("lse", "total", "missing", "engine", "score", "weighting", "version")
 OPTIONAL_FIELDS = {
+    "mean": "mean",
+    "value_is_mean": "value_is_mean",
     "error_bound": "error_bound",
     "rows_read": "rows_read",
     "statistical": "bound_is_probabilistic",
@@ -29,6 +31,9 @@ OPTIONAL_FIELDS = {
 
 A server that is older than the client does not send the newer fields.
 """
+
+LAZY_FIELDS = ("confidence_text",)
+"""Fields that the server computes, although `Answer` computes them when they are read."""
 
 CELLS_MEDIA_TYPE = "application/vnd.qkv.cells+json"
 
@@ -84,7 +89,7 @@ def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -
 
     `ask_again(**options)` sends the query again with more options, and returns the new fields.
     """
-    return Answer(
+    answer = Answer(
         query=fields["query"],
         value=fields["value"],
         rows=[Row(**row) for row in fields["rows"]],
@@ -93,6 +98,9 @@ def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -
         **{name: fields[field] for field, name in OPTIONAL_FIELDS.items() if field in fields},
         _backend=ServerBackend(fields, ask_again),
     )
+    # The server has more rows than the answer, so its texts are used.
+    vars(answer).update({name: fields[name] for name in LAZY_FIELDS if name in fields})
+    return answer
 
 
 class ServerBackend(AnswerBackend):

@@ -79,6 +79,8 @@ ANSWER_SCHEMA = object_schema(
     {
         "query": {},
         "value": {},
+        "mean": {"description": "Σ α v over all rows, or null if values are not numbers."},
+        "value_is_mean": typed_schema("boolean", "Whether `value` is `mean`."),
         "rows": list_schema(ROW_SCHEMA),
         "entropy": NUMBER_SCHEMA,
         "effective_rows": NUMBER_SCHEMA,
@@ -100,6 +102,7 @@ ANSWER_SCHEMA = object_schema(
         "hint": typed_schema(
             "string", "Advice: the score or option to use, if the default may be wrong."
         ),
+        "confidence_text": typed_schema("string", "How much the weights agree on the value."),
         "score": TEXT_SCHEMA,
         "weighting": TEXT_SCHEMA,
         "values": list_schema(object_schema("Share", {"value": {}, "weight": NUMBER_SCHEMA})),

@@ -206,7 +206,7 @@ def test_whatever_stands_for_a_missing_number_is_missing(cells):
     for D in (made, read):
         assert [*D.items()] == [("a", 1), ("b", None), ("c", 3)]
         answer = D.ask("b", weighting="average")
-        assert (answer.value, answer.missing) == (2.0, 1)
+        assert (answer.mean, answer.missing) == (2.0, 1)
     with pytest.warns(SkippedRowsWarning, match="1 of 3"):
         keyed = Database.from_columns(columns, key="n", value="other")
     assert [*keyed.items()] == [(1, 0), (3, 2)]

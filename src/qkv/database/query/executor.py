@@ -26,7 +26,15 @@ from qkv.frameworks.stored_rows import WeighedRows
 from qkv.scores import Score
 from qkv.util.deadline import check_deadline
 from qkv.util.formatting import format_one_line
-from qkv.weightings import Weighting, WeightingLike
+from qkv.weightings import (
+    Entmax,
+    Hard,
+    Softmax,
+    Sparsemax,
+    TopK,
+    Weighting,
+    WeightingLike,
+)
 
 MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
 """The answers of a batch keep their weights up to this number in total.
@@ -36,6 +44,18 @@ In a larger batch, an answer computes its weights again when they are read.
 
 MAX_VOTING_ROWS = 1024
 """The number of rows whose values are compared to find the value with the largest total weight."""
+
+MIN_BEST_KEY_ROWS = 8
+"""The number of rows that are read at least to find all rows with the best-matching key."""
+
+MAX_SHARE_ROWS = 8192
+"""The number of rows whose values are compared with the value of the best-matching key."""
+
+SAME_WEIGHT_TOLERANCE = 1e-3
+"""The weights of rows with the same key differ by less: their scores differ only by rounding."""
+
+RANKING_WEIGHTINGS = (Softmax, TopK, Hard, Entmax, Sparsemax)
+"""Weightings that give the largest weight to the row with the best score."""
 
 UNIFORM_ROW_SHARE = 0.98
 """If the number of effective rows is above this share of the rows, the weights count as uniform."""
@@ -78,32 +98,128 @@ class QueryExecutor(RowScan):
         executor.missing_value_count, executor.where = self.missing_value_count, self.where
         return executor
 
+    @cached_property
+    def value_is_mean(self) -> bool:
+        """Whether the value of an answer is Σᵢ αᵢ vᵢ, and not the value of one key.
+
+        It is if values are numbers or vectors and all columns of the key are too. A score that
+        compares the keys themselves takes no mean.
+        """
+        view = self.view
+        return (
+            view.schema.can_pool_values
+            and view.has_only_number_keys
+            and not self.score.compares_keys
+        )
+
+    @property
+    def rows_to_read(self) -> int:
+        """The number of the heaviest rows whose cells an answer needs."""
+        if self.value_is_mean:
+            return self.top
+        is_pooled = self.view.schema.can_pool_values
+        return max(self.top, MIN_BEST_KEY_ROWS if is_pooled else MAX_VOTING_ROWS)
+
     def answer_queries(self, queries: Any) -> list[Answer]:
         """Return one answer for each query."""
         can_pool, answers = self.view.schema.can_pool_values, []
         keeps_weights = len(queries) * len(self.view) <= MAX_CACHED_WEIGHTS_PER_BATCH
+        needs_best_rows = (
+            can_pool and not self.value_is_mean and type(self.weighting) not in RANKING_WEIGHTINGS
+        )
         for batch, weighed, engine in self.run_batches(queries, can_pool):
+            best_rows = self._find_best_rows(batch) if needs_best_rows else None
             for i, query in enumerate(batch):
                 check_deadline()
-                answers.append(self._build_answer(query, weighed, i, keeps_weights, engine))
+                best = None if best_rows is None else best_rows[i]
+                answers.append(self._build_answer(query, weighed, i, keeps_weights, engine, best))
         return answers
 
+    def _scan_with_hard_weights(self) -> RowScan:
+        """Return a scan of the same rows that gives all weight to the best row."""
+        return RowScan(self.view, self.score, Hard(), self.selection)
+
+    def _find_best_rows(self, queries: Any) -> list[np.ndarray]:
+        """Return the position, (1,), of the row with the best score for each query; (0,) if
+        there is none."""
+        scan = self._scan_with_hard_weights()
+        weighed, _ = scan.compute_weights(queries, value=False)
+        return [scan.find_heaviest(weighed.weights[i], 1)[0] for i in range(len(queries))]
+
+    def _value_of_best_key(
+        self,
+        positions: np.ndarray,
+        weights: np.ndarray,
+        records: list[dict[str, Any]],
+        best: np.ndarray | None,
+        pooled: np.ndarray,
+    ) -> tuple[Any, np.ndarray]:
+        """Return the value of the best-matching key, and the positions of the rows with this key.
+
+        The value is the mean over these rows.
+
+        `positions`, `weights` and `records` are those of the heaviest rows. `best` is the position
+        of the best row, (1,), or None if it is the heaviest.
+        """
+        schema = self.view.schema
+        if best is not None and len(best):
+            positions, records, weights = best, self._read_records(best), weights[:0]
+        key = schema.row_key(records[0])
+        digests = map(schema.key_digest, schema.keys_from_rows(records))
+        has_key = np.array([digest == schema.key_digest(key) for digest in digests])
+        same = positions[has_key]
+        may_have_more = not schema.unique and (
+            not len(weights)
+            or isinstance(self.weighting, Hard | TopK)  # they drop some of equal rows
+            or (
+                len(positions) >= self.rows_to_read
+                and weights[-1] >= weights[0] * (1 - SAME_WEIGHT_TOLERANCE)
+            )
+        )
+        rows = [row for row, has in zip(records, has_key, strict=True) if has]
+        if may_have_more and len(all_same := self._positions_with_key(key)):
+            same, rows = all_same, self._read_records(all_same)
+        values = schema.build_value_array({x: [row[x] for row in rows] for x in schema.value})
+        assert values is not None
+        values = values.astype(float)
+        mean = values[0] if (values == values[0]).all() else values.mean(axis=0)
+        is_vector = schema.value_kind == "vector"
+        return self.unpack_value(mean.astype(pooled.dtype) if is_vector else mean), same
+
+    def _positions_with_key(self, key: Any) -> np.ndarray:
+        """Return the positions of the rows with this key that take part in the answer."""
+        ids = np.asarray(self.view.find_ids(key), np.int64)
+        positions = np.flatnonzero(np.isin(self.view.ids, ids, assume_unique=True))
+        return positions if self.allowed_rows is None else positions[self.allowed_rows[positions]]
+
     def _build_answer(
-        self, query: Any, weighed: WeighedRows, i: int, keeps_weights: bool, engine: str
+        self,
+        query: Any,
+        weighed: WeighedRows,
+        i: int,
+        keeps_weights: bool,
+        engine: str,
+        best: np.ndarray | None = None,
     ) -> Answer:
-        """Build the answer for query i of a batch."""
+        """Build the answer for query i of a batch.
+
+        `best` is the position of the row with the best score, (1,), or None if it is the heaviest.
+        """
         alpha = weighed.weights[i]
         pooled = weighed.output[i] if self.view.schema.can_pool_values else None
         error = weighed.weight_error
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
-        top = self.top if pooled is not None else max(self.top, MAX_VOTING_ROWS)
-        positions, weights = self.find_heaviest(alpha, top)
+        positions, weights = self.find_heaviest(alpha, self.rows_to_read)
         records = self._read_records(positions)
         rows = self.rows_at_positions(positions[: self.top], weights[: self.top], records)
-        value, values = None, []
+        value, mean, values, best_key_rows = None, None, [], positions[:0]
         if pooled is not None and (rows or np.isnan(pooled).any()):
-            value = self.unpack_value(pooled)
+            value = mean = self.unpack_value(pooled)
+            if rows and not self.value_is_mean:
+                value, best_key_rows = self._value_of_best_key(
+                    positions, weights, records, best, pooled
+                )
         elif records:
             candidates = self.view.schema.values_from_rows(records[:MAX_VOTING_ROWS])
             values = _sum_weight_by_value(candidates, weights.tolist())
@@ -116,6 +232,8 @@ class QueryExecutor(RowScan):
         vars(answer).update(
             query=query,
             value=value,
+            mean=mean,
+            value_is_mean=self.value_is_mean,
             rows=rows,
             values=values,
             total=self.row_count,
@@ -130,7 +248,12 @@ class QueryExecutor(RowScan):
             engine=engine,
             **self.component_names,
             _backend=LocalBackend(
-                self, query, alpha if keeps_weights else None, value, entropy, is_familiar
+                self,
+                query,
+                alpha if keeps_weights else None,
+                (value, mean, best_key_rows),
+                entropy,
+                is_familiar,
             ),
             _library=self.frame_library,
         )
@@ -185,6 +308,7 @@ class QueryExecutor(RowScan):
 class LocalBackend(AnswerBackend):
     """Computes the attributes of an answer from the database in this process.
 
+    `values` are the value, the mean, and the positions of the rows with the best-matching key.
     `weights` and `entropy` are None if they are computed when they are read. `is_familiar` is False
     if the best score is below the calibrated minimum; the prediction set is then empty.
     """
@@ -194,11 +318,12 @@ class LocalBackend(AnswerBackend):
         executor: QueryExecutor,
         query: Any,
         weights: Any,
-        value: Any,
+        values: tuple[Any, Any, np.ndarray],
         entropy: float | None,
         is_familiar: bool,
     ):
-        self.executor, self.query, self.cached_weights, self.value = executor, query, weights, value
+        self.executor, self.query, self.cached_weights = executor, query, weights
+        self.value, self.mean, self.best_key_rows = values
         self.known_entropy, self.is_familiar = entropy, is_familiar
 
     def _row_weights(self) -> Any:
@@ -216,12 +341,27 @@ class LocalBackend(AnswerBackend):
         return float(partial_attention.compute_entropy(np.asarray(self._row_weights())[None])[0])
 
     def compute_spread(self) -> Any:
-        executor, value = self.executor, self.value
-        if value is None or not executor.view.schema.can_pool_values:
+        executor, mean = self.executor, self.mean
+        if mean is None:
             return None
-        mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
+        mean = np.asarray(list(mean.values()) if isinstance(mean, dict) else mean)
         total, scale = executor.sum_squared_deviations(self._row_weights(), mean)
         return executor.unpack_value(2 * scale * np.sqrt(np.maximum(total, 0)))
+
+    def compute_value_share(self) -> float | None:
+        executor = self.executor
+        if self.mean is None or executor.value_is_mean:
+            return None
+        positions, weights = executor.find_heaviest(np.asarray(self._row_weights()), MAX_SHARE_ROWS)
+        if not len(positions):
+            return 0.0
+        value = list(self.value.values()) if isinstance(self.value, dict) else self.value
+        stored = executor.view.snapshot.read_tensor("value", executor.view.ids[positions])
+        agrees = np.isclose(np.asarray(stored, float), np.atleast_1d(value), atol=0).all(axis=1)
+        agrees |= np.isin(positions, self.best_key_rows)
+        sizes = np.abs(weights.astype(float))
+        share = sizes[agrees].sum() / (1.0 if executor.weighting.is_convex else sizes.sum())
+        return float(min(share, 1.0))
 
     def rows_above(self, weight: float) -> list[Row]:
         alpha = np.asarray(self._row_weights())
@@ -256,7 +396,10 @@ class LocalBackend(AnswerBackend):
 
     def compute_influence(self) -> Any:
         return compute_influence(
-            self.executor, self.query, np.asarray(self._row_weights()), self.value
+            self.executor,
+            self.query,
+            np.asarray(self._row_weights()),
+            self.value if self.mean is None else self.mean,
         )
 
     def compute_hint(self, rows: list[Row]) -> str:

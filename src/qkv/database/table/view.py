@@ -239,6 +239,17 @@ class TableView:
         return {name: cells.cell_kind(row[name]) for name in self.schema.key if name in row}
 
     @cached_property
+    def has_only_number_keys(self) -> bool:
+        """Whether keys are numbers or vectors, or tuples or lists of numbers only."""
+        if self.schema.key_kind not in ("tuple", "json"):
+            return self.schema.key_kind in ("number", "vector")
+        row = next((row for _, row in self.iterate_rows()), None)
+        key = None if row is None else self.schema.row_key(row)
+        if not isinstance(key, tuple):
+            return cells.is_number_list(key)
+        return all(cells.cell_kind(cell) == "number" for cell in key)
+
+    @cached_property
     def has_number_keys(self) -> bool:
         """Whether keys are tuples of numbers or dates. An array of numbers is then one key."""
         if self.schema.key_kind != "tuple":
