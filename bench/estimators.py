@@ -200,6 +200,93 @@ def classification():
         yield judged(f"classes, {name}, 5 folds", sides, goals)
 
 
+def draw_sine(rows, seed):
+    """Return 2 sin x + x of one column, with noise of 0.5."""
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(0, 5, (rows, 1))
+    return x, 2 * np.sin(x[:, 0]) + x[:, 0] + rng.normal(0, 0.5, rows)
+
+
+def load_tables():
+    """Return functions of a seed that load or draw (X, y), by kind and name: thirteen in all."""
+    from sklearn import datasets
+
+    some, fewer = size(600, 120), size(400, 100)
+    values = {
+        "diabetes": lambda seed: datasets.load_diabetes(return_X_y=True),
+        "Friedman 1": lambda seed: datasets.make_friedman1(some, noise=1.0, random_state=seed),
+        "Friedman 2": lambda seed: datasets.make_friedman2(some, noise=50.0, random_state=seed),
+        "Friedman 3": lambda seed: datasets.make_friedman3(some, noise=0.1, random_state=seed),
+        "waves": lambda seed: waves(some),
+        "sine": lambda seed: draw_sine(fewer, seed),
+        "sparse uncorrelated": lambda seed: datasets.make_sparse_uncorrelated(
+            some, random_state=seed
+        ),
+    }
+    classes = {
+        "iris": lambda seed: datasets.load_iris(return_X_y=True),
+        "wine": lambda seed: datasets.load_wine(return_X_y=True),
+        "breast cancer": lambda seed: datasets.load_breast_cancer(return_X_y=True),
+        "digits": lambda seed: tuple(x[:some] for x in datasets.load_digits(return_X_y=True)),
+        "moons": lambda seed: datasets.make_moons(fewer, noise=0.3, random_state=seed),
+        "make_classification": lambda seed: datasets.make_classification(
+            some, n_features=12, n_informative=5, random_state=seed
+        ),
+    }
+    return {"R²": values, "accuracy": classes}
+
+
+def compare_defaults(seeds=3):
+    """Compare estimators without arguments with tuned k-NN on held-out 30 % of each table."""
+    from sklearn.model_selection import train_test_split
+    from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
+
+    from qkv.sklearn import AttentionClassifier, AttentionRegressor
+
+    for measure, tables in load_tables().items():
+        is_classes = measure == "accuracy"
+        ours, theirs = (
+            (AttentionClassifier, KNeighborsClassifier)
+            if is_classes
+            else (AttentionRegressor, KNeighborsRegressor)
+        )
+        for name, load in tables.items():
+            sides = {"qkv, defaults": [], "k-NN, tuned": []}
+            covered = []
+            for seed in range(seeds):
+                X, y = load(seed)
+                known, held_out, y_known, y_held_out = train_test_split(
+                    X, y, test_size=0.3, random_state=seed, stratify=y if is_classes else None
+                )
+                models = {
+                    "qkv, defaults": ours(random_state=0),
+                    "k-NN, tuned": tuned(theirs(), classes=is_classes),
+                }
+                for side, model in models.items():
+                    begin = time.process_time()
+                    model.fit(known, y_known)
+                    seconds = time.process_time() - begin
+                    sides[side].append((model.score(held_out, y_held_out), seconds))
+                    if side == "qkv, defaults" and not is_classes:
+                        value, deviation = model.predict(held_out, return_std=True)
+                        apart = np.abs(value - y_held_out) / deviation
+                        covered.append((np.mean(apart < 1), np.mean(apart < 2)))
+            means = {side: np.mean(found, axis=0) for side, found in sides.items()}
+            result = {
+                side: {measure: float(mean[0]), "ms": 1e3 * float(mean[1])}
+                for side, mean in means.items()
+            }
+            more = float(means["qkv, defaults"][0] - means["k-NN, tuned"][0])
+            goals = [(f"{measure} at least that of k-NN, tuned (difference)", more, more >= -0.002)]
+            if covered:
+                one, two = map(float, np.mean(covered, axis=0))
+                goals += [
+                    ("within ±1 deviation: 0.63 to 0.73", one, 0.63 <= one <= 0.73),
+                    ("within ±2 deviations: 0.93 to 0.97", two, 0.93 <= two <= 0.97),
+                ]
+            yield judged(f"defaults, {name}, {seeds} splits", result, goals)
+
+
 def speed():
     """Time prediction only; fitted models and trees are reused between calls."""
     from sklearn.neighbors import RadiusNeighborsRegressor
@@ -242,6 +329,7 @@ def speed():
 
 
 def rows():
+    yield from compare_defaults()
     yield from regression()
     yield from classification()
     yield from speed()

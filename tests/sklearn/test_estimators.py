@@ -12,12 +12,13 @@ import pytest
 pytest.importorskip("sklearn")
 
 from sklearn.base import clone
+from sklearn.datasets import make_friedman1
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import qkv
-from qkv.errors import CombinationError, QkvError
+from qkv.errors import ArgumentError, CombinationError, QkvError
 from qkv.sklearn import AttentionClassifier, AttentionRegressor, AttentionTransformer
 from qkv.weightings import Normalized, TopK
 
@@ -42,7 +43,8 @@ def test_the_mean_is_nadaraya_watson():
     np.testing.assert_allclose(model.predict(Q), gaussian() @ Y, rtol=1e-12)
     np.testing.assert_allclose(result, gaussian() @ Y, rtol=1e-12)
     spread = gaussian() @ Y**2 - (gaussian() @ Y) ** 2
-    np.testing.assert_allclose(deviation, np.sqrt(spread), rtol=1e-9)
+    factor, noise = model._variance_fit[:, 0]
+    np.testing.assert_allclose(deviation, np.sqrt(factor * spread + noise), rtol=1e-9)
     np.testing.assert_allclose(model.attention_weights(Q), gaussian(), rtol=1e-11)
 
 
@@ -58,7 +60,8 @@ def test_the_line_is_weighted_least_squares():
         np.testing.assert_allclose(value, line[0], rtol=1e-9)
         left = y - design @ line
         left -= alpha @ left  # the ridge moves it
-        np.testing.assert_allclose(off, np.sqrt(alpha @ left**2), rtol=1e-6)
+        factor, noise = model._variance_fit
+        np.testing.assert_allclose(off**2, factor * (alpha @ left**2) + noise, rtol=1e-6)
 
 
 def test_a_straight_line_is_found_again_up_to_its_ends():
@@ -70,7 +73,64 @@ def test_a_straight_line_is_found_again_up_to_its_ends():
 
 def test_scott_is_scotts():
     want = X.std(0) * 40 ** (-1 / 7)
-    np.testing.assert_allclose(AttentionRegressor().fit(X, Y).bandwidth_, want)
+    np.testing.assert_allclose(AttentionRegressor("scott").fit(X, Y).bandwidth_, want)
+
+
+def friedman(rows, seed):
+    return make_friedman1(rows, noise=1.0, random_state=seed)
+
+
+def test_the_default_fits_a_line_with_learned_bandwidths_where_columns_differ():
+    x, y = friedman(400, 0)
+    model = AttentionRegressor().fit(x, y)
+    assert model.degree_ == 1
+    # The last five of ten columns are noise.
+    assert model.bandwidth_[:5].max() < model.bandwidth_[5:].min()
+    learned = AttentionRegressor("learned", degree=1).fit(x, y)
+    np.testing.assert_array_equal(model.bandwidth_, learned.bandwidth_)
+    assert model.score(*friedman(400, 1)) > 0.88
+
+
+def test_the_default_takes_one_common_width_where_columns_are_alike():
+    x = np.random.default_rng(3).normal(size=(200, 4))
+    y = (x**2).sum(1) + np.random.default_rng(4).normal(size=200)
+    model = AttentionRegressor(degree=0).fit(x, y)
+    common = AttentionRegressor("loo", degree=0).fit(x, y)
+    np.testing.assert_array_equal(model.bandwidth_, common.bandwidth_)
+
+
+def test_the_default_degree():
+    wide = np.random.default_rng(0).normal(size=(50, 31))
+    assert AttentionRegressor().fit(wide, wide[:, 0]).degree_ == 0
+    assert AttentionRegressor(weighting="raw", kernel="cosine").fit(X, Y).degree_ == 0
+    assert AttentionRegressor("loo").fit(X, Y).degree_ == 0
+    assert AttentionClassifier().fit(X, C).degree_ == 0
+    for wrong in (2, True, 0.5):
+        with pytest.raises(ArgumentError, match="degree must be 0"):
+            AttentionRegressor(degree=wrong).fit(X, Y)
+
+
+@pytest.mark.parametrize("noise", ["even", "uneven"])
+def test_the_deviation_covers_new_values(noise):
+    rng = np.random.default_rng(5)
+
+    def draw(rows):
+        x = rng.uniform(0, 5, (rows, 1))
+        scale = 0.5 if noise == "even" else 0.1 + 0.3 * x[:, 0]
+        return x, 2 * np.sin(x[:, 0]) + rng.normal(size=rows) * scale
+
+    for model in (AttentionRegressor(), AttentionRegressor(0.05), AttentionRegressor("scott")):
+        value, deviation = model.fit(*draw(400)).predict((test := draw(2000))[0], return_std=True)
+        apart = np.abs(test[1] - value) / deviation
+        assert abs(np.mean(apart < 1) - 0.68) < 0.06
+        assert abs(np.mean(apart < 2) - 0.95) < 0.03
+
+
+def test_the_deviation_of_rows_that_fit_exactly_is_zero():
+    flat = AttentionRegressor(1.0).fit(X, np.ones(40))
+    value, deviation = flat.predict(Q, return_std=True)
+    np.testing.assert_allclose(value, 1)
+    np.testing.assert_allclose(deviation, 0, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +204,19 @@ def test_a_query_without_an_answer_has_all_classes_alike():
     np.testing.assert_array_equal(model.predict_proba([[9.0]]), [[0.5, 0.5]])
 
 
+@pytest.mark.parametrize("bandwidth", ["auto", "scott", "loo", "learned"])
 @pytest.mark.parametrize("degree", [0, 1])
-def test_weights_are_repeated_rows(degree):
+def test_weights_are_repeated_rows(bandwidth, degree):
     twice = COUNTS.astype(int)
-    one = AttentionRegressor(degree=degree).fit(X, Y, sample_weight=COUNTS)
-    two = AttentionRegressor(degree=degree).fit(X.repeat(twice, 0), Y.repeat(twice))
+    one = AttentionRegressor(bandwidth, degree=degree).fit(X, Y, sample_weight=COUNTS)
+    two = AttentionRegressor(bandwidth, degree=degree).fit(X.repeat(twice, 0), Y.repeat(twice))
     for x, y in zip(one.predict(Q, True), two.predict(Q, True), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-9)
     alpha = one.attention_weights(Q)
     assert (alpha[:, COUNTS == 0] == 0).all()
     np.testing.assert_allclose(alpha.sum(1), 1)
-    many = AttentionClassifier().fit(X.repeat(twice, 0), C.repeat(twice))
-    few = AttentionClassifier().fit(X, C, COUNTS)
+    many = AttentionClassifier(bandwidth).fit(X.repeat(twice, 0), C.repeat(twice))
+    few = AttentionClassifier(bandwidth).fit(X, C, COUNTS)
     np.testing.assert_allclose(few.predict_proba(Q), many.predict_proba(Q), rtol=1e-10)
 
 
@@ -273,8 +334,8 @@ def test_the_precision_of_x_is_kept():
     thin = AttentionTransformer(cells="all").fit_transform(X.astype(np.float32))
     assert thin.dtype == np.float32
     np.testing.assert_allclose(thin, AttentionTransformer(cells="all").fit_transform(X), atol=1e-5)
-    line = AttentionRegressor(degree=1).fit(X.astype(np.float32), Y)
-    want = AttentionRegressor(degree=1).fit(X, Y).predict(Q)
+    line = AttentionRegressor("scott", degree=1).fit(X.astype(np.float32), Y)
+    want = AttentionRegressor("scott", degree=1).fit(X, Y).predict(Q)
     np.testing.assert_allclose(line.predict(Q.astype(np.float32)), want, rtol=1e-4)
 
 

@@ -9,8 +9,9 @@ xⱼ)ₖ/hₖ)². For the mean, u = 1 and r = yⱼ − ŷᵢ. `local_line.LocalL
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from qkv.attention import weights
 from qkv.scores import Score
 from qkv.sklearn.columns import Features, Numbers
 from qkv.sklearn.local_line import LocalLine, fit_line
+from qkv.util.types import ProgressCallback
 from qkv.weightings import Weighting
 
 DEFAULT_RIDGE = 1e-2
@@ -39,6 +41,9 @@ With few rows, leave-one-out alone would select columns that matter by chance.""
 
 MIN_RELATIVE_ERROR = 1e-12
 """An error below this share of the variance counts as 0."""
+
+MAX_STEPS = 100
+"""The most steps of the descent."""
 
 MAX_WEIGHTS_PER_BLOCK = 2**20
 """The most weights that are held at once."""
@@ -85,6 +90,17 @@ class Examples:
     def predict_left_out(self, width: Numbers, ridge: float = DEFAULT_RIDGE) -> Numbers:
         """Return the leave-one-out predictions ŷ₋ᵢ(xᵢ) (m, p)."""
         return np.concatenate([line.value for *_, line in self._iterate_left_out(width, ridge)])
+
+    def left_out_variance(self, width: Numbers, ridge: float) -> tuple[Numbers, Numbers]:
+        """Return the leave-one-out predictions and the variance of the values around them (m, p).
+
+        The values must be near 0 and of similar size.
+        """
+        p = self.value.shape[1]
+        both = replace(self, value=np.concatenate([self.value, self.value**2], axis=1))
+        lines = [line for *_, line in both._iterate_left_out(width, ridge)]
+        predicted = np.concatenate([line.value[:, :p] for line in lines])
+        return predicted, np.concatenate([line.variance(p) for line in lines])
 
     def error_gradient(
         self, width: Numbers, ridge: float = DEFAULT_RIDGE
@@ -161,7 +177,9 @@ def search_common_width(
     return near * np.exp(found.x if found.fun < min(errors) else 0), ridge
 
 
-def learn_widths(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
+def learn_widths(
+    rows: Examples, width: Numbers, progress: ProgressCallback | None = None
+) -> tuple[Numbers, float]:
     """Return h (d,) and λ by L-BFGS, starting at `width`; a useless column gets a large h.
 
     Minimizes −log likelihood/m + PRIOR_ROWS/m Σₖ log² (hₖ/widthₖ). The first term is L for classes,
@@ -185,8 +203,19 @@ def learn_widths(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
 
     bounds = [LOG_BANDWIDTH_BOUNDS] * d + [(np.log(1e-6), np.log(1e2))]
     start = np.append(np.clip(np.log(width), *LOG_BANDWIDTH_BOUNDS), np.log(DEFAULT_RIDGE))
-    options = {"maxiter": 100, "ftol": 1e-5}
+    options, steps = {"maxiter": MAX_STEPS, "ftol": 1e-5}, itertools.count(1)
+
+    def report_step(_: Numbers) -> None:
+        if progress is not None:
+            progress(next(steps), MAX_STEPS)
+
     found = minimize(
-        penalized_loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+        penalized_loss,
+        start,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options=options,
+        callback=report_step,
     )
     return np.exp(found.x[:d]), float(np.exp(found.x[d]))

@@ -27,6 +27,7 @@ from qkv.scores import Score
 from qkv.scores.distance import ExpandedGaussian
 from qkv.sklearn.bandwidth import (
     DEFAULT_RIDGE,
+    MIN_RELATIVE_ERROR,
     RIDGE_CANDIDATES,
     Examples,
     Loss,
@@ -39,6 +40,7 @@ from qkv.sklearn.bandwidth import (
 )
 from qkv.sklearn.columns import Features, Numbers, find_non_number, resolve_categorical
 from qkv.sklearn.local_line import LocalLine, fit_line
+from qkv.util.progress import progress_bar
 from qkv.weightings import Normalized, Softmax, Weighting
 
 MAX_MOMENTS_PER_BLOCK = 2**24
@@ -47,19 +49,32 @@ MAX_MOMENTS_PER_BLOCK = 2**24
 MIN_FLOAT32_BANDWIDTH = 1e-9
 """Below this bandwidth, or above its inverse, scaled keys may exceed float32."""
 
-BANDWIDTH_RULES = ("scott", "loo", "learned")
+BANDWIDTH_RULES = ("auto", "scott", "loo", "learned")
+
+MIN_ROWS_TO_LEARN = 3
+"""With fewer different rows, the bandwidth follows Scott's rule."""
+
+LEARNED_DECIMALS = 9
+"""The decimals of keys, in standard deviations, and of values from which bandwidths are learned."""
+
+RATIO_DECIMALS = 12
+"""The decimals of the logarithms of ratios of columns, for the same reason."""
+
+MAX_LINE_COLUMNS = 30
+"""The most columns for which the default fits a line: its cost grows with their square."""
 
 
 class AttentionEstimator(BaseEstimator):
     """Stores keys xᵢ in units of a bandwidth, and computes α(x, xᵢ) over them."""
 
     _loss: Loss = staticmethod(squared_error)
+    _automatic_degree = 0
 
     def __init__(
         self,
-        bandwidth: Any = "scott",
+        bandwidth: Any = "auto",
         *,
-        degree: int = 0,
+        degree: int | None = None,
         kernel: Any = "gaussian",
         weighting: Any = None,
         categorical: Any = None,
@@ -87,19 +102,14 @@ class AttentionEstimator(BaseEstimator):
 
     def _fit_rows(self, X: Any, values: Numbers, counts: Numbers) -> None:
         """Store the rows as keys, and find the bandwidth; values (m, p)."""
-        whole = isinstance(self.degree, Integral) and not isinstance(self.degree, bool)
-        if not whole or self.degree not in (0, 1):
-            raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
-        if self.degree:
-            self._require_convex("degree=1")
-        self._resolve_attention()  # reports unknown names before the search begins
+        self.degree_ = self._resolve_degree()
         kept = counts > 0
         names = getattr(self, "feature_names_in_", None)
         places = resolve_categorical(self.categorical, names, self.n_features_in_)
         self._columns = Features.from_table(X[kept], places)
         key = self._columns.to_vectors(X[kept])
         self._X, self._counts = X, counts
-        self._slope_mask = self._columns.slope_mask & bool(self.degree)
+        self._slope_mask = self._columns.slope_mask & bool(self.degree_)
         spread = _column_spread(key, counts[kept], self._columns)
         self.bandwidth_, self.ridge_ = self._find_bandwidth(key, values[kept], counts[kept], spread)
         self._center = np.average(key, axis=0, weights=counts[kept]) * self._slope_mask
@@ -107,8 +117,21 @@ class AttentionEstimator(BaseEstimator):
         held = (self.bandwidth_ > MIN_FLOAT32_BANDWIDTH) & (
             self.bandwidth_ < 1 / MIN_FLOAT32_BANDWIDTH
         )
-        self._dtype = np.dtype(np.float64) if self.degree or not held.all() else key.dtype
+        self._dtype = np.dtype(np.float64) if self.degree_ or not held.all() else key.dtype
         self._keys = self._scale_vectors(key)
+
+    def _resolve_degree(self) -> int:
+        """Return 0 or 1. Unknown names and wrong degrees are reported before the search begins."""
+        weighting, degree = self._resolve_attention()["weighting"], self.degree
+        if degree is None:
+            is_line = self.bandwidth == "auto" if isinstance(self.bandwidth, str) else False
+            is_line = is_line and weighting.is_convex and self.n_features_in_ <= MAX_LINE_COLUMNS
+            return self._automatic_degree if is_line else 0
+        if not isinstance(degree, Integral) or isinstance(degree, bool) or degree not in (0, 1):
+            raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {degree!r}")
+        if degree:
+            self._require_convex("degree=1")
+        return int(degree)
 
     def _find_bandwidth(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
@@ -124,9 +147,12 @@ class AttentionEstimator(BaseEstimator):
             raise unknown_name_error(
                 "bandwidth", given, BANDWIDTH_RULES, " Or a number, one for each column, or None."
             )
-        if given == "scott" or len(key) < 3:
+        if given == "scott":
             return rule, DEFAULT_RIDGE
-        return self._search_bandwidth(*self._sample_examples(key, value, counts, spread), spread)
+        rows, fewer = self._sample_examples(key, value, counts, spread)
+        if len(rows.key) < MIN_ROWS_TO_LEARN:
+            return rule, DEFAULT_RIDGE
+        return self._search_bandwidth(rows, fewer, spread)
 
     def _search_bandwidth(
         self, rows: Examples, fewer: float, spread: Numbers
@@ -134,16 +160,28 @@ class AttentionEstimator(BaseEstimator):
         """Return the bandwidth and the ridge by leave-one-out."""
         # Try one width in original units (pixels), and one in standard deviations.
         of_all = spread.max() * np.sqrt(((spread / spread.max()) ** 2).mean())
-        units = [np.ones(len(spread)), of_all / spread]
+        ratio = np.exp(np.log(of_all / spread).round(RATIO_DECIMALS))
+        units = [np.ones(len(spread)), ratio]
+        ridges = RIDGE_CANDIDATES if rows.slope_mask.any() else (DEFAULT_RIDGE,)
         if self.bandwidth == "loo":
-            ridges = RIDGE_CANDIDATES if rows.slope_mask.any() else (DEFAULT_RIDGE,)
-            width, ridge = search_common_width(rows.leave_one_out_error, units, ridges)
-            return spread * width * fewer, ridge
-        plain = replace(rows, score=ExpandedGaussian(1.0), weighting=Softmax())
-        width, ridge = learn_widths(plain, search_coarse(plain.leave_one_out_error, units))
-        if not _is_same_attention(rows, plain):
-            width, ridge = search_common_width(rows.leave_one_out_error, [width], (ridge,))
+            best = search_common_width(rows.leave_one_out_error, units, ridges)
+        else:
+            best = self._learn_bandwidths(rows, units)
+        if self.bandwidth == "auto":
+            common = search_common_width(rows.leave_one_out_error, units, ridges)
+            best = best if _is_worth_its_columns(rows, common, best) else common
+        width, ridge = best
         return spread * width * fewer, ridge
+
+    def _learn_bandwidths(self, rows: Examples, units: list[Numbers]) -> tuple[Numbers, float]:
+        """Return one width per column, in standard deviations, and the ridge."""
+        plain = replace(rows, score=ExpandedGaussian(1.0), weighting=Softmax())
+        with progress_bar("learning the bandwidths") as progress:
+            start = search_coarse(plain.leave_one_out_error, units)
+            width, ridge = learn_widths(plain, start, progress)
+        if _is_same_attention(rows, plain):
+            return width, ridge
+        return search_common_width(rows.leave_one_out_error, [width], (ridge,))
 
     def _sample_examples(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
@@ -155,7 +193,8 @@ class AttentionEstimator(BaseEstimator):
             rng = check_random_state(self.random_state)
             some = rng.choice(len(key), self.sample, replace=False)
             key, value, counts = key[some], value[some], counts[some]
-        key = (key - key.mean(0)) / spread[self._columns.source_column]
+        key = (key - np.average(key, axis=0, weights=counts)) / spread[self._columns.source_column]
+        key, value, counts = _merge_equal_rows(key, value, counts)
         look = self._resolve_attention()
         found = look["score"].find_lowering(key, key, None, "float16")
         # Computed by products; centered keys keep the precision.
@@ -257,6 +296,33 @@ class AttentionEstimator(BaseEstimator):
         if not weighting.is_convex:
             kind = type(weighting).__name__
             raise CombinationError(f"{wanted} needs weights that sum to 1, unlike {kind}")
+
+
+def _merge_equal_rows(
+    key: Numbers, value: Numbers, counts: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Return each different row once, in sorted order, with the sum of its counts.
+
+    Leave-one-out then leaves out all copies of a row, so a row of weight 2 equals the row twice.
+    Numbers are rounded, because the search would amplify different rounding of the two.
+    """
+    cells = np.concatenate([key, value], axis=1, dtype=np.float64).round(LEARNED_DECIMALS)
+    rows, position = np.unique(cells, axis=0, return_inverse=True)
+    d = key.shape[1]
+    return rows[:, :d], rows[:, d:], np.bincount(position.reshape(-1), counts)
+
+
+def _is_worth_its_columns(
+    rows: Examples, common: tuple[Numbers, float], learned: tuple[Numbers, float]
+) -> bool:
+    """Return whether one bandwidth per column explains the rows better than a common one.
+
+    The log-likelihood must grow by more than one per column (Akaike's criterion).
+    """
+    before, after = (rows.leave_one_out_error(*found) for found in (common, learned))
+    if rows.loss is squared_error:
+        before, after = (0.5 * np.log(max(error, MIN_RELATIVE_ERROR)) for error in (before, after))
+    return bool(len(rows.key) * (before - after) > len(learned[0]))
 
 
 def _is_same_attention(first: Examples, second: Examples) -> bool:

@@ -10,7 +10,7 @@ from sklearn.utils.multiclass import check_classification_targets
 
 from qkv.errors import ArgumentError
 from qkv.sklearn.bandwidth import MIN_PROBABILITY, Examples, log_loss
-from qkv.sklearn.base import AttentionEstimator
+from qkv.sklearn.base import LEARNED_DECIMALS, AttentionEstimator
 from qkv.sklearn.columns import Numbers
 
 
@@ -18,8 +18,8 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
     """p(c | x) = Σᵢ α(x, xᵢ) [yᵢ = c]: the share of weight of the rows with class c.
 
     X is (m, d), y (m,), or (m, p) for p outputs; then `classes_` and `predict_proba` are lists. The
-    parameters are those of `AttentionRegressor`. A bandwidth by leave-one-out minimizes the log
-    loss of the rows left out.
+    parameters are those of `AttentionRegressor`, but `degree` None always means 0. A bandwidth by
+    leave-one-out minimizes the log loss of the rows left out.
 
     With `degree=1` the lines may rise above 1 or fall below 0. Negative values are set to 0, each
     class gets 0.001, and all are raised to the power `power_`, also found by leave-one-out, and
@@ -92,10 +92,8 @@ class AttentionClassifier(ClassifierMixin, AttentionEstimator):
         width, ridge = super()._search_bandwidth(rows, fewer, spread)
         if not rows.slope_mask.any():
             return width, ridge
-        predicted, targets = (
-            rows.predict_left_out(width / spread / fewer, ridge),
-            rows.weight[:, None] * rows.value,
-        )
+        predicted = rows.predict_left_out(width / spread / fewer, ridge).round(LEARNED_DECIMALS)
+        targets = rows.weight[:, None] * rows.value
 
         def power_loss(power: float) -> float:
             return -float(

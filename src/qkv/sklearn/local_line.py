@@ -33,6 +33,10 @@ class LocalLine(NamedTuple):
     explained: Numbers
     """The variance (n, p) of the values under α that the slope explains."""
 
+    def variance(self, p: int) -> Numbers:
+        """Return Σⱼ αⱼ (vⱼ − line)² (n, p), for p values v followed by their squares."""
+        return self.mean[:, p:] - self.mean[:, :p] ** 2 - self.explained[:, :p]
+
 
 def fit_line(
     pooled: Pooled, query: Numbers, key: Numbers, values: Numbers, ridge: float

@@ -7,34 +7,38 @@ from typing import Any
 import numpy as np
 from sklearn.base import MultiOutputMixin, RegressorMixin
 
-from qkv.sklearn.base import AttentionEstimator
+from qkv.sklearn.base import MIN_ROWS_TO_LEARN, AttentionEstimator
 from qkv.sklearn.columns import Numbers
+from qkv.sklearn.deviation import fit_variance
 
 
 class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
-    """ŷ(x) = Σᵢ α(x, xᵢ) yᵢ: the Nadaraya–Watson estimator, with any score and weighting.
+    """ŷ(x) = Σᵢ α(x, xᵢ) yᵢ, or a line through the yᵢ near x, with any score and weighting.
 
     X is (m, d), y (m,) or (m, p). Keys and queries are divided by the `bandwidth` before they are
     compared. It may be:
 
-    - a number, or one for each column; None means 1.
-    - "scott": standard deviation × m^(−1/(d + 4)).
-    - "loo": one multiple of the columns' standard deviations, or one number for all columns, with
-      the smallest leave-one-out error.
+    - "auto", the default: "learned" if the left-out rows are so much more likely under it that one
+      number per column is justified (Akaike's criterion), else "loo".
     - "learned": one for each column, by gradient descent on the leave-one-out error. With a score
       other than the Gaussian, the ratios of the columns come from the Gaussian, and the common
       factor from "loo".
+    - "loo": one multiple of the columns' standard deviations, or one number for all columns, with
+      the smallest leave-one-out error.
+    - "scott": standard deviation × m^(−1/(d + 4)).
+    - a number, or one for each column; None means 1.
 
     `degree` 0 predicts the weighted mean. `degree` 1 fits a weighted least-squares line, with less
-    bias on slopes and at the edges.
+    bias on slopes and at the edges. None means 1 if the bandwidth is "auto" and X has at most 30
+    columns, else 0.
 
     `weighting` None is softmax; for window scores it divides by the sum, and takes the nearest row
     if the window is empty. `categorical` lists columns, by name or index, that are compared for
     equality; all others must be numbers. Bandwidths are learned from at most `sample` rows, drawn
     with `random_state`. In `fit`, a row with `sample_weight` w counts w times.
 
-    After `fit`, `bandwidth_` (d,) holds the bandwidths and `ridge_` the ridge of the line in
-    squared bandwidths.
+    After `fit`, `bandwidth_` (d,) holds the bandwidths, `degree_` the degree and `ridge_` the ridge
+    of the line in squared bandwidths.
 
     >>> import numpy as np
     >>> X = np.linspace(0, 4, 9)[:, None]
@@ -43,8 +47,10 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
     array([1.02 , 5.126])
     >>> mean, deviation = model.predict([[2.25]], return_std=True)
     >>> deviation.round(3)
-    array([1.134])
+    array([1.063])
     """
+
+    _automatic_degree = 1
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
         """Store the rows X (m, d) and y (m,) or (m, p), and find the bandwidth."""
@@ -64,15 +70,35 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
         values = y.reshape(len(y), -1).astype(np.float64)
         centre = np.average(values, axis=0, weights=counts)
         spread = np.sqrt(np.average((values - centre) ** 2, axis=0, weights=counts))
-        self._fit_rows(X, (values - centre) / np.where(spread > 0, spread, 1), counts)
+        unit = np.where(spread > 0, spread, 1)
+        self._fit_rows(X, (values - centre) / unit, counts)
         self._y, self._values, self._centre = y, values[counts > 0], centre
+        self._variance_fit = self._fit_deviation((self._values - centre) / unit, counts[counts > 0])
+        self._variance_fit[1] *= unit**2
         return self
+
+    def _fit_deviation(self, value: Numbers, counts: Numbers) -> Numbers:
+        """Return a and b (2, p) of the predicted variance σ² = a s² + b, by leave-one-out."""
+        p, one = value.shape[1], np.ones(len(self.bandwidth_))
+        fits = np.array([np.ones(p), np.zeros(p)])
+        if not self._resolve_attention()["weighting"].is_convex:
+            return fits
+        # The keys are in bandwidths already, so the spread and the width are 1.
+        rows, fewer = self._sample_examples(self._keys, value, counts, one)
+        if len(rows.key) < MIN_ROWS_TO_LEARN:
+            return fits
+        predicted, variance = rows.left_out_variance(one / fewer, self.ridge_)
+        for j in range(p):
+            error = predicted[:, j] - rows.value[:, j]
+            fits[:, j] = fit_variance(error, variance[:, j], rows.weight)
+        return fits
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return ŷ (n,) or (n, p).
 
-        With `return_std` also return √Σᵢ αᵢ (yᵢ − ŷᵢ)², the weighted standard deviation of the
-        values around their mean or line.
+        With `return_std` also return the standard deviation of y at x: about 68 % of new values lie
+        within ±1 and 95 % within ±2 of it. Its square is a Σᵢ αᵢ (yᵢ − ŷ)² + b, where a and b come
+        from the errors of left-out rows.
         """
         query = self._scale_queries(X)
         if return_std:
@@ -86,8 +112,9 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
         value = np.concatenate([line.value[:, :p] for line in found]) + self._centre
         if not return_std:
             return self._restore_shape(value)
-        variance = [x.mean[:, p:] - x.mean[:, :p] ** 2 - x.explained[:, :p] for x in found]
-        deviation = np.sqrt(np.maximum(np.concatenate(variance), 0))
+        variance = np.maximum(np.concatenate([line.variance(p) for line in found]), 0)
+        factor, noise = self._variance_fit
+        deviation = np.sqrt(factor * variance + noise)
         return self._restore_shape(value), self._restore_shape(deviation)
 
     def _restore_shape(self, values: Numbers) -> Numbers:

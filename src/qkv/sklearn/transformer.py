@@ -66,7 +66,12 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, AttentionEsti
         random_state: Any = None,
     ) -> None:
         super().__init__(
-            bandwidth, kernel=kernel, weighting=weighting, sample=sample, random_state=random_state
+            bandwidth,
+            degree=0,
+            kernel=kernel,
+            weighting=weighting,
+            sample=sample,
+            random_state=random_state,
         )
         self.cells = cells
 
