@@ -1,4 +1,6 @@
-"""Draw the pictures of docs/plots.md into docs/pictures, each small enough for a page.
+"""Draw the pictures of the plots page and of Getting started into docs/pictures.
+
+Each is small enough for a page.
 
 python tools/pictures.py
 """
@@ -29,10 +31,30 @@ def shrink(png: bytes, path: Path, most: int = 100_000) -> None:
                 return
 
 
-def save(name: str, figure: Any) -> None:
+def save(name: str, figure: Any, kind: str = "plot") -> None:
     file = io.BytesIO()
     figure.savefig(file, dpi=144, bbox_inches="tight", pad_inches=0.05)
-    shrink(file.getvalue(), FOLDER / f"plot-{name}.png")
+    shrink(file.getvalue(), FOLDER / f"{kind}-{name}.png")
+
+
+def draw_first_pictures() -> None:
+    """Draw the pictures of docs/getting_started.md."""
+    from qkv.cli.weights import MODEL_EXAMPLE, capture_model_weights
+
+    names = qkv.Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex"})
+    save("answer", names.ask("Liptn").plot(), "first")
+    prices = qkv.Database({"bread": 1.5, "cheese": 2.5, "apples": 2.0})
+    save("join", prices.plot(["chese", "bred"]), "first")
+    rng = np.random.default_rng(0)
+    hours = np.sort(rng.uniform(0, 24, 60))
+    degrees = 15 - 8 * np.cos(2 * np.pi * hours / 24) + rng.normal(0, 1.5, 60)
+    save("curve", plot.regression(hours, degrees, scores.Gaussian(1.5)), "first")
+    captured, layer, head = capture_model_weights(MODEL_EXAMPLE, (5, 11))
+    words = captured.labels
+    picture = plot.heatmaps(
+        captured.weights[layer, head], xticks=words, yticks=words, figsize=(4.5, 4.5)
+    )
+    save("sentence", picture, "first")
 
 
 def model() -> None:
@@ -76,6 +98,7 @@ def large() -> None:
 
 
 if __name__ == "__main__":
+    draw_first_pictures()
     model()
     kernels()
     large()
