@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,3 +116,72 @@ def test_a_call_inside_jit_has_no_plan_and_leaks_no_tracer(chosen):
     slope = jax.jit(jax.grad(loss(qkv.attend)))(*inputs)
     np.testing.assert_allclose(jax.grad(loss(qkv.attend))(*inputs), slope, atol=1e-12)
     np.testing.assert_allclose(qkv.attend(*inputs), plain, atol=0)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("pairs", [2**26, 0], ids=["arguments", "contents"])
+@pytest.mark.parametrize("kind", ["lengths", "documents", "offset", "blocks", "both"])
+def test_integers_of_numpy_in_a_mask(kind, pairs, chosen, monkeypatch):
+    """The first mask compiles; a mask of other integers, or one that is written to, counts."""
+    monkeypatch.setattr(plan_cache, "MAX_UNSKIPPED_PAIRS", pairs)
+    inputs, rng = three(64, 64), np.random.default_rng(0)
+    host = {
+        "lengths": rng.integers(0, 65, 2),
+        "documents": np.sort(rng.integers(0, 5, (2, 64))),
+        "offset": rng.integers(-3, 60, 2),
+        "blocks": rng.random((4, 4)) < 0.6,
+        "both": rng.integers(5, 65, 2),
+    }[kind]
+
+    def build_mask() -> Any:
+        if kind == "both":
+            return masks.causal & masks.lengths(host)
+        if kind == "offset":
+            return masks.causal(offset=host)
+        return masks.blocks(host, 16) if kind == "blocks" else getattr(masks, kind)(host)
+
+    mask = build_mask()
+    for step in range(3):
+        for transform in (TRANSFORMS["call"], TRANSFORMS["grad"])[: 2 - bool(step)]:
+            attend = partial(qkv.attend, mask=mask)
+            actual = transform(attend)(*inputs)
+            assert not chosen or not step
+            want = transform(partial(attend, engine="dense"))(*inputs)
+            for a, b in zip(*map(jax.tree.leaves, (actual, want)), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-9)
+            chosen.clear()
+        if step == 0 and kind != "blocks":  # a layout is copied when the mask is created
+            host[...] = host[::-1]
+        else:
+            host[...] = np.roll(host, 1, -1)
+            mask = build_mask()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("transform", ["call", "grad", "jvp", "vmap", "grad of grad"])
+def test_a_gaussian_measures_its_range_in_every_call(transform, chosen):
+    transformed = TRANSFORMS[transform]
+    for away, size in ((0.0, 1.0), (1e6, 1.0), (0.0, 1.5), (0.0, 1e4), (0.0, 1.0)):
+        q, k, v = three()
+        arrays = [q * size + away, k * size + away, v]
+        arrays = [x[:, None] for x in arrays] if "vmap" in transform else arrays
+        chosen.clear()
+        actual = transformed(lambda *x: qkv.attend(*x, score="gaussian"))(*arrays)
+        want = transformed(lambda *x: qkv.attend(*x, score="gaussian", engine="dense"))(*arrays)
+        for a, b in zip(*map(jax.tree.leaves, (actual, want)), strict=True):
+            scale = 1 + np.abs(b).max()
+            np.testing.assert_allclose(a, b, atol=1e-9 * scale, rtol=1e-7)
+    assert not chosen  # the last call is in the range of the first
+
+
+def test_a_learned_bandwidth_of_a_plan(chosen):
+    inputs = three()
+
+    def call(width: Any, engine: str | None = None) -> Any:
+        out = qkv.attend(*inputs, score=scores.Gaussian(width), engine=engine)
+        return jnp.sum(jnp.sin(out))
+
+    for width in (1.0, 0.7, 1e-3):
+        actual = jax.value_and_grad(call)(jnp.asarray(width))
+        want = jax.value_and_grad(call)(jnp.asarray(width), "dense")
+        np.testing.assert_allclose(actual, want, atol=1e-9, rtol=1e-9)

@@ -17,10 +17,12 @@ from qkv.errors import FLOAT64_HINT, ArgumentError, DtypeError, format_count
 from qkv.frameworks.base import Framework
 from qkv.frameworks.tree import array_leaves, field_names, format_record, map_arrays
 from qkv.masks import Mask
-from qkv.scores import Score, evaluate_block, has_user_code
+from qkv.scores import Gaussian, Score, evaluate_block, has_user_code
 from qkv.util.types import Array, Block, LiveMask, Shape, ShardPosition, Span, lazy_property
 from qkv.weightings import Weighting
 from qkv.weightings.base import weighting_for_rows
+
+RANGE_UNKNOWN = "the range of the arguments is unknown while they are traced"
 
 
 class ThreeArrayRunner(NamedTuple):
@@ -43,6 +45,8 @@ class Call:
     - `seed` None means that the framework's generator draws the dropout.
     - `wants_weights` is "heads", "mean" or None.
     - `at` is the position of a shard in the whole call; None: the call is not sharded.
+    - `range_check` is the result of `Gaussian.error_in_range` for these values, in a call that a
+      framework compiles: the error of the expanded square, or why it is not precise enough.
     """
 
     query: Array
@@ -58,6 +62,7 @@ class Call:
     wants_lse: bool = False
     wants_weights: str | None = None
     at: ShardPosition | None = None
+    range_check: str | float | None = None
 
     @classmethod
     def from_validated_fields(cls, fields: dict[str, Any]) -> Call:
@@ -95,12 +100,17 @@ class Call:
     def lowering(self) -> tuple[Score, float] | str:
         """The score in dot product form and a bound on its error, or why there is no such form."""
         fw = self.fw
+        if isinstance(self.range_check, str):
+            return self.range_check
+        if self.range_check is not None:
+            assert isinstance(self.score, Gaussian)
+            return self.score.expand(self.key), self.range_check
         # In a function that JAX compiles, detaching an array can give a traced one.
         arrays = (
             (self.query, self.key, *array_leaves(fw, self.score)) if self.score.needs_range else ()
         )
         if any(fw.is_traced(x) or fw.is_traced(fw.detach(x)) for x in arrays):
-            return "the range of the arguments is unknown while they are traced"
+            return RANGE_UNKNOWN
         upcast = self.upcast() if self.score.needs_range else self
         dtype = self.fw.dtype_name(self.query)
         return upcast.score.find_lowering(upcast.query, upcast.key, self.tolerance, dtype)

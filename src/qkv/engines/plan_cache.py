@@ -11,16 +11,21 @@ binary digits. A plan never holds an array. No plan is cached while a framework 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qkv import masks
-from qkv.engines.call import Call, ThreeArrayRunner, pack_results
-from qkv.engines.choice import EngineChoice
-from qkv.engines.validation import cast_bias, resolve_score_and_weighting, resolve_seed
+from qkv.engines.call import RANGE_UNKNOWN, Call, ThreeArrayRunner, pack_results
+from qkv.engines.choice import EngineChoice, choose_engine
+from qkv.engines.validation import build_call, cast_bias, resolve_score_and_weighting, resolve_seed
 from qkv.errors import QkvError
-from qkv.frameworks import FRAMEWORK_BY_TYPE, find_framework, tree
+from qkv.frameworks import FRAMEWORK_BY_TYPE, find_framework, load_framework, tree
 from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
+from qkv.scores import Gaussian
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
@@ -30,6 +35,15 @@ MAX_CACHED_PLANS = 1024
 
 There is no eviction order: `insert_bounded` empties a full table before it inserts the next plan.
 """
+
+MAX_UNSKIPPED_PAIRS = 2**26
+"""Pairs up to which a mask's NumPy integers become arguments of the compiled function.
+
+New integers then need no new compilation, but no block is skipped by their values.
+"""
+
+MAX_CONTENTS_PER_PLAN = 16
+"""The most compiled functions of a plan whose mask holds NumPy arrays, one for each contents."""
 
 Signature = tuple[Hashable, ...]
 
@@ -114,11 +128,15 @@ def cache_plan(signature: Signature, call: Call, choice: EngineChoice) -> Plan |
     is_data_dependent = getattr(choice.engine, "is_data_dependent", None)
     if 0 in (*call.lead, call.n, call.m):
         return None
-    if is_data_dependent is not None and is_data_dependent(call):
-        return None
     if call.exceeds_float32 or call.may_exceed_float64:
         return None
-    run = _build_plan_function(call, choice, signature)
+    run: Callable[..., Any] | ThreeArrayRunner
+    if is_data_dependent is not None and is_data_dependent(call):
+        if not _can_compile_range_check(call, choice):
+            return None
+        run = _build_range_plan(call, signature)
+    else:
+        run = _build_plan_function(call, choice, signature)
     plan = (
         Plan(choice, run.run, run.function)
         if isinstance(run, ThreeArrayRunner)
@@ -218,19 +236,97 @@ def _build_plan_function(
     return run_plan
 
 
+def _can_compile_range_check(call: Call, choice: EngineChoice) -> bool:
+    """Return whether only the range of a Gaussian score decides between compiled plans."""
+    narrow = call.fw.dtype_name(call.query) in ("float16", "bfloat16")
+    is_named = not choice.refusals  # then the range does not change the engine
+    return call.fw.compiles_calls and type(call.score) is Gaussian and not (narrow or is_named)
+
+
+def _build_range_plan(call: Call, signature: Signature) -> Callable[..., Any]:
+    """Return a plan that measures the range of queries and keys and runs the plan for it."""
+    fw, width, dtype = call.fw, call.query.shape[-1], call.fw.dtype_name(call.query)
+    gaussian: Any = tree.map_arrays(fw, fw.without_data, call.score)
+    dropout, tolerance = call.dropout, call.tolerance
+    lse, weights = call.wants_lse, _requested_weights(call)
+    plans_by_range: dict[bool, Callable[..., Any]] = {}
+
+    def measure_range(query: Array, key: Array, *leaves: Array) -> Any:
+        with fw.compute_context():
+            return tree.replace_arrays(fw, gaussian, leaves).measure_range(query, key)
+
+    compiled = fw.compile_function(measure_range)
+    assert compiled is not None
+
+    def run_plan(
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
+    ) -> Any:
+        values = query, key, *tree.array_leaves(fw, score)
+        values = tuple(map(fw.untraced_value, values))
+        check: float | str = RANGE_UNKNOWN
+        if all(x is not None for x in values):
+            check = gaussian.error_in_range(compiled(*values), width, tolerance, dtype)
+        is_in_range = not isinstance(check, str)
+        plan = plans_by_range.get(is_in_range)
+        if plan is None:
+            first = build_call(
+                *(query, key, value, score, weighting, mask, dropout, seed, tolerance),
+                lse=lse,
+                weights=weights,
+            )
+            # Engines ask only whether the score is in range.
+            first = replace(first, range_check=0.0 if is_in_range else RANGE_UNKNOWN)
+            built = _build_plan_function(first, choose_engine(first), signature)
+            assert not isinstance(built, ThreeArrayRunner)
+            plan = plans_by_range[is_in_range] = built
+        return plan(query, key, value, score, weighting, mask, seed)
+
+    return run_plan
+
+
+def _requested_weights(call: Call) -> Any:
+    """Return the argument `return_weights` of `attend` for this call."""
+    return "mean" if call.wants_weights == "mean" else call.wants_weights is not None
+
+
 def _compile_runner(call_without_data: Call, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
     """Return `run`, compiled if the framework is slow when it runs single operations."""
     fw = call_without_data.fw
-    compiled = fw.compile_function(
-        lambda *leaves: run(tree.replace_arrays(fw, call_without_data, leaves))
-    )
-    if compiled is None or tree.has_foreign_arrays(fw, call_without_data.rule):
+
+    def compile_like(template: Call) -> Callable[..., Any] | None:
+        return fw.compile_function(lambda *leaves: run(tree.replace_arrays(fw, template, leaves)))
+
+    compiled = compile_like(call_without_data)
+    if compiled is None:
         return run
 
-    def run_compiled(call: Call) -> Any:
+    def run_compiled(call: Call, function: Callable[..., Any] = compiled) -> Any:
         try:
-            return compiled(*tree.array_leaves(fw, call))
+            return function(*tree.array_leaves(fw, call))
         except QkvError:  # the engine must read array values, which a traced array does not have
             return run(call)
 
-    return run_compiled
+    if not tree.has_foreign_arrays(fw, call_without_data.rule):
+        return run_compiled
+    shape = (*call_without_data.lead, call_without_data.n, call_without_data.m)
+    is_small = math.prod(shape) <= MAX_UNSKIPPED_PAIRS
+    functions_by_contents: dict[Any, Callable[..., Any]] = {}
+
+    def run_with_host_arrays(call: Call) -> Any:
+        if is_small and call.rule is not None:
+            call = replace(call, rule=call.rule.with_arrays_like(call.query))
+        try:
+            contents = tree.foreign_contents(fw, call.rule)
+        except tree.UncacheableError:
+            return run(call)
+        function = functions_by_contents.get(contents)
+        if function is None:
+            # A copy, because the caller may write to the arrays, and JAX may trace again.
+            rule = tree.map_arrays(load_framework("numpy"), np.array, call.rule)
+            template = tree.map_arrays(fw, fw.without_data, replace(call, rule=rule))
+            function = compile_like(template)
+            assert function is not None
+            insert_bounded(functions_by_contents, contents, function, MAX_CONTENTS_PER_PLAN)
+        return run_compiled(call, function)
+
+    return run_with_host_arrays

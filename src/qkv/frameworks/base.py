@@ -87,6 +87,8 @@ class Framework:
     """Whether `draw_dropout_factors` can use the framework's own random generator."""
     needs_disjoint_spans = False
     """Whether the spans of keys of all queries come from one grid: two are equal or disjoint."""
+    compiles_calls = False
+    """Whether `compile_function` compiles the plans of calls."""
     supports_masked_gather = False
     """Whether `masked_gather` works: the shape of its result depends on values."""
 
@@ -175,6 +177,10 @@ class Framework:
     def is_compiling(self, x: Array) -> bool:
         """Return whether x belongs to a graph that is compiled later, so that no plan may run."""
         return self.is_traced(x)
+
+    def untraced_value(self, x: Array) -> Array | None:
+        """Return the array that x stands for while gradients are traced; None if it has none."""
+        return None if self.is_traced(x) else x
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return self.has_gradients

@@ -47,7 +47,7 @@ class Jax(Framework):
     name = "jax"
     xp = jnp
     has_gradients = True
-    needs_equal_spans = needs_disjoint_spans = True
+    needs_equal_spans = needs_disjoint_spans = compiles_calls = True
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x.astype("float32") if self.dtype_name(x) == "bfloat16" else x)
@@ -60,6 +60,9 @@ class Jax(Framework):
 
     def is_abstract(self, x: Array) -> bool:
         return self.is_traced(x) and x.to_concrete_value() is None
+
+    def untraced_value(self, x: Array) -> Array | None:
+        return x.to_concrete_value() if self.is_traced(x) else x
 
     def is_compiling(self, x: Array) -> bool:
         return _untraced_array(x) is None

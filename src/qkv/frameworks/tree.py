@@ -263,6 +263,25 @@ def has_foreign_arrays(fw: Framework, record: Any) -> bool:
     return any(has_foreign_arrays(fw, getattr(record, name)) for name in field_names(record) or ())
 
 
+def foreign_contents(fw: Framework, record: Any) -> Hashable:
+    """Return a hashable copy of the NumPy arrays in the record.
+
+    Raise UncacheableError if the record holds arrays of a framework other than `fw` and NumPy, or
+    more than MAX_CONTENT_BYTES of one array.
+    """
+    if is_array(record):
+        owner = get_framework(record)
+        if owner is fw:
+            return None
+        if owner.name != "numpy" or record.dtype.hasobject or record.nbytes > MAX_CONTENT_BYTES:
+            raise UncacheableError
+        return record.dtype.str, record.shape, record.tobytes()
+    if type(record) in (tuple, list):
+        return tuple(foreign_contents(fw, item) for item in record)
+    names = field_names(record)
+    return names and tuple(foreign_contents(fw, getattr(record, name)) for name in names)
+
+
 def has_arrays(kind: Hashable) -> bool:
     """Return whether records with this signature hold an array."""
     return bool(array_signatures(kind))
@@ -274,6 +293,9 @@ def array_signatures(kind: Hashable) -> list[ArraySignature]:
         return [kind]
     return [x for item in kind for x in array_signatures(item)] if isinstance(kind, tuple) else []
 
+
+MAX_CONTENT_BYTES = 2**16
+"""The largest NumPy array whose elements may be part of a cache key."""
 
 _SCALAR_TYPES = (int, float, str, type(None))
 _SCALAR_TYPE_SET = frozenset((*_SCALAR_TYPES, bool))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qkv.errors import ArgumentError
@@ -14,6 +14,7 @@ from qkv.masks.integers import (
     check_row_shape,
     host_values,
     per_row,
+    to_framework_integers,
     validate_integer,
     validate_integers,
 )
@@ -70,6 +71,11 @@ class Band(Mask):
             near = block.k >= at - self.left
             out = near if out is None else xp.logical_and(out, near)
         return out
+
+    def with_arrays_like(self, like: Array) -> Mask:
+        if not is_array(self.offset):
+            return self
+        return replace(self, offset=to_framework_integers(self.offset, like))
 
     def shift_range(self, n: int, m: int) -> tuple[int, int] | None:
         """Return the smallest and the largest shift; None if offsets are traced or on a device."""

@@ -55,6 +55,13 @@ class Mask(Record):
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         """Raise ShapeError if the mask does not fit scores of shape (*lead, n, m)."""
 
+    def with_arrays_like(self, like: Array) -> Mask:
+        """Return the mask with its integers as arrays of the framework of `like`.
+
+        Blocks are then no longer skipped by the values of these integers.
+        """
+        return self
+
     def list_arrays(self) -> list[Array]:
         """Return the arrays that must belong to the framework of the call."""
         return []
@@ -105,6 +112,9 @@ class CompoundMask(Mask):
     @property
     def is_shared_by_queries(self) -> bool:
         return all(part.is_shared_by_queries for part in self.operand_masks)
+
+    def with_arrays_like(self, like: Array) -> Mask:
+        return type(self)(*(part.with_arrays_like(like) for part in self.operand_masks))
 
     def list_arrays(self) -> list[Array]:
         return [x for part in self.operand_masks for x in part.list_arrays()]

@@ -67,6 +67,19 @@ def as_positions(values: Any, block: Block) -> Array:
     return xp.where(values < -MAX_POSITION, -limit, positions)
 
 
+def to_framework_integers(values: Any, like: Array, clips: bool = True) -> Array:
+    """Return integers of another framework as int32 of the framework of `like`.
+
+    With `clips` they are clipped to ±MAX_POSITION. Integers of the same framework stay as they are.
+    """
+    fw = get_framework(like)
+    if is_array(values) and get_framework(values) is fw:
+        return values
+    if clips:
+        values = np.clip(values, -MAX_POSITION, MAX_POSITION)
+    return fw.array_from_host(values, like, "int32")
+
+
 def check_row_shape(what: str, values: Any, lead: Shape, n: int, last: int | None) -> None:
     """Raise ShapeError unless values are (B,) or (B, n); with `last`, (n,) in place of (B,)."""
     shape = tuple(values.shape)

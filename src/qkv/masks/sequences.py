@@ -16,6 +16,7 @@ from qkv.masks.integers import (
     host_values,
     per_position,
     per_row,
+    to_framework_integers,
     validate_integer,
     validate_integers,
 )
@@ -100,6 +101,9 @@ class Lengths(Mask):
     def allowed_pairs(self, block: Block) -> Array | None:
         return block.k < per_row(self.valid, block)
 
+    def with_arrays_like(self, like: Array) -> Mask:
+        return Lengths(to_framework_integers(self.valid, like))
+
     def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
         host = host_values(self.valid)
         return (0, m) if host is None or not host.size else (0, min(int(host.max()), m))
@@ -143,6 +147,10 @@ class Documents(Mask):
         if fw.dtype_name(q) != fw.dtype_name(k):
             q, k = (fw.astype(x, "int64") for x in (q, k))
         return q[..., :, None] == k[..., None, :]
+
+    def with_arrays_like(self, like: Array) -> Mask:
+        ids = (self.query_ids, self.key_ids)
+        return Documents(*(to_framework_integers(x, like, clips=False) for x in ids))
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         q, k = host_values(self.query_ids), host_values(self.key_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from qkv.frameworks import divide_unless_one, get_framework, is_array, tree
 from qkv.scores.base import AffineForm, DotProductForm, Lowering, Score, broadcast_pairs
@@ -71,28 +71,48 @@ class Gaussian(Score):
     def find_lowering(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> Lowering:
-        fw = get_framework(query)
         if dtype in ("float16", "bfloat16"):
             # Products of 16-bit numbers are exact in float32. Its sums lose less precision, at any
             # range, than the rounding to 16 bits has already lost.
             return ExpandedGaussian(self.bandwidth), 0.0
         if 0 in (*query.shape, *key.shape):
             return "an array is empty"
+        expanded = self.expand(key)
+        squares = self.measure_range(query, key, expanded)
+        error = self.error_in_range(squares, query.shape[-1], tolerance, dtype)
+        return error if isinstance(error, str) else (expanded, error)
+
+    def expand(self, key: Array) -> ExpandedGaussian:
+        """Return the score as an expanded square around the mean key."""
+        fw = get_framework(key)
         rows = fw.xp.reshape(fw.detach(key), (-1, key.shape[-1]))
-        expanded = ExpandedGaussian(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
+        return ExpandedGaussian(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
+
+    def measure_range(
+        self, query: Array, key: Array, expanded: ExpandedGaussian | None = None
+    ) -> tuple[Array, Array]:
+        """Return the largest ‖q′‖² and ‖k′‖² of `ExpandedGaussian`, on which its error depends."""
+        fw = get_framework(query)
         # Detach, because an activation checkpoint counts the nodes that a call adds to the graph.
-        detached = tree.map_arrays(fw, fw.detach, expanded)
-        norm_sum = sum(
-            math.sqrt(float(fw.xp.max(fw.xp.sum(x * x, axis=-1))))
-            for x in (detached.center_and_scale(fw.detach(x)) for x in (query, key))
-        )
+        detached = tree.map_arrays(fw, fw.detach, expanded or self.expand(key))
+        query, key = (detached.center_and_scale(fw.detach(x)) for x in (query, key))
+        return tuple(fw.xp.max(fw.xp.sum(x * x, axis=-1)) for x in (query, key))
+
+    def error_in_range(
+        self, squares: tuple[Any, Any], width: int, tolerance: float | None, dtype: str
+    ) -> float | str:
+        """Return the error of the expanded score in the range that `measure_range` returned.
+
+        If the expanded score is not precise enough, return why.
+        """
+        norm_sum = sum(math.sqrt(float(x)) for x in squares)
         unit = 2.0**-53 if dtype == "float64" else 2.0**-24
         rounding = norm_sum * norm_sum * unit
-        error = rounding * (query.shape[-1] + 3)
+        error = rounding * (width + 3)
         if rounding <= unit * MAX_SQUARED_NORM_SUM or (
             tolerance is not None and error <= tolerance
         ):
-            return expanded, error
+            return error
         return (
             f"queries and keys are up to {norm_sum:.3g} bandwidths from the mean key, where the "
             f"expanded square has an error of up to {error:.1g}"
