@@ -8,24 +8,39 @@ the default text encoder without words and without fitting. The last line has fo
 many more texts.
 
     python -m bench.answers [--minilm] [--write]     # compares with bm25s if it is installed
+
+How often is an answer right that says it is 90 % sure? `--confidence` asks a database built from
+tables of several kinds and sizes. The coefficients of `Answer.confidence` are fitted on docstrings
+and Unicode names. All other tables are held out: names of functions of Python's standard library
+and book titles with typos, parts of book summaries, and manual pages if they are installed. Two
+kinds of table break the assumption that some row has the answer, and are reported apart.
+
+    python -m bench.answers --confidence [--write]
 """
 
 from __future__ import annotations
 
 import ast
+import csv
+import glob
+import gzip
 import json
 import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench._results import RESULTS, commit, machine
 from bench._side_by_side import peer
+from qkv.answer import CONFIDENCE_COEFFICIENTS, MAX_CONFIDENCE
+from qkv.database import Database
 from qkv.database.encoders import Characters, Encoder, Heads, Sentences, Text, Words
 from qkv.database.encoders.characters import normalize_text
 from qkv.database.encoders.text import make_typo
@@ -35,6 +50,13 @@ from qkv.weightings import Softmax
 TECHNICAL = ("scipy", "sklearn", "numpy", "networkx", "pandas")
 MORE = ("torch", "sympy", "tensorflow", "keras", "jax", "transformers", "matplotlib")
 TEXTS, ASKED, AT_ONCE = 2500, 400, 25
+QUERIES_PER_TASK = 200
+STANDARD = ("asyncio", "email", "http", "json", "logging", "multiprocessing", "unittest", "xml")
+CLASSES = ("numpy", "scipy", "sklearn", "pandas", "networkx")
+BOOKS = Path(__file__).resolve().parent.parent / "examples" / "data" / "books.csv"
+MAN_PAGES, MAX_MAN_PAGES = "/usr/share/man/man1/*", 6000
+FITTED = ("docstrings", "Unicode names")
+HELD_OUT = ("function names", "book titles", "book summaries", "manual pages")
 
 
 def docstrings(packages: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
@@ -148,7 +170,190 @@ def bm25(keys: list[str]) -> Callable[[list[str]], np.ndarray] | None:
     return scores
 
 
+class Asked(NamedTuple):
+    """What one answer said, and whether it was right."""
+
+    table: str
+    task: str
+    rows: int
+    share: float
+    next_share: float
+    top_weight: float
+    confidence: float
+    is_right: bool
+
+
+def ask_all(
+    table: str, task: str, keys: list[str], values: list[str], queries: list[str], right: list[Any]
+) -> list[Asked]:
+    """Ask a database all queries with the default options."""
+    database, answers = Database(keys, values), list[Any]()
+    for start in range(0, len(queries), AT_ONCE):
+        answers += database.ask(queries[start : start + AT_ONCE], top=1)
+    results = [
+        Asked(
+            *(table, task, len(keys), *answer._value_shares, answer._top_weight),
+            *(answer.confidence, answer.value == value),
+        )
+        for answer, value in zip(answers, right, strict=True)
+    ]
+    accuracy = np.mean([x.is_right for x in results])
+    print(f"{table}: {task} in {len(keys):,}: {accuracy:.3f} are right", flush=True)
+    return results
+
+
+def ask_table(
+    table: str, rows: list[tuple[str, str, str]], sizes: tuple[int, ...], names: tuple[str, ...]
+) -> Iterator[Asked]:
+    """Ask tables of several sizes: each query has one right row, except for "no right row".
+
+    `names` are the tasks: those of `tasks`, or a number of typos.
+    """
+    for size in sizes:
+        if size > len(rows):
+            continue
+        rng = np.random.default_rng(size)
+        chosen = [rows[i] for i in rng.permutation(len(rows))[:size]]
+        keys, at = [text for text, _, _ in chosen], rng.permutation(size)[:QUERIES_PER_TASK]
+        numbers = [str(i) for i in range(size)]
+        queries = {f"{n} typos": [make_typos(keys[i], n, rng) for i in at] for n in (1, 2, 4)}
+        queries = tasks(chosen, at) | queries
+        for name in names:
+            yield from ask_all(table, name, keys, numbers, queries[name], [str(i) for i in at])
+        gone = {*at[: size // 3].tolist()}
+        rest = [key for i, key in enumerate(keys) if i not in gone]
+        absent = [queries[names[-1]][j] for j, i in enumerate(at) if i in gone]
+        name, nothing = f"no right row ({table})", [None] * len(absent)
+        yield from ask_all(name, names[-1], rest, numbers[: len(rest)], absent, nothing)
+
+
+def make_typos(text: str, count: int, rng: np.random.Generator) -> str:
+    letters = list(text)
+    for _ in range(count):
+        make_typo(letters, rng)
+    return "".join(letters)
+
+
+def man_pages() -> list[tuple[str, str, str]]:
+    """Return the line, the name and the first sentences of manual pages; [] if there are none."""
+    rows = {}
+    for file in sorted(glob.glob(MAN_PAGES))[:MAX_MAN_PAGES]:
+        if Path(file).is_symlink():
+            continue
+        data = Path(file).read_bytes()
+        source = (gzip.decompress(data) if file.endswith(".gz") else data).decode(errors="replace")
+        section = r'^\.S[Hh] "?{}"?\s*\n(.*?)\n\.(S[Hh]|PP|P|TP|IP|LP|sp)\b'
+        found = [
+            re.search(section.format(name), source, re.S | re.M) for name in ("NAME", "DESCRIPTION")
+        ]
+        if not all(found):
+            continue
+        name_line, about = (
+            re.sub(r"\\f.|\\&|\\", "", re.sub(r"^\.\S+\s*", "", each[1], flags=re.M))  # type: ignore[index]
+            for each in found
+        )
+        name, _, line = " ".join(name_line.split()).partition(" - ")
+        about = " ".join(sentences(" ".join(about.split()))[:2])[:300]
+        if 15 <= len(line) <= 160 and len(about) >= 40:
+            rows.setdefault(line, (line, name.split(",")[0].strip(), about))
+    return list(rows.values())
+
+
+def ask_everything() -> list[Asked]:
+    """Ask all tables; the first two are those for the fit."""
+    every = ("key words", "a paraphrase", "half the words", "four slips", "a name")
+    typos, parts = ("1 typos", "2 typos", "4 typos", "half the words"), (every[0], *every[3:1:-1])
+    unicode = [unicodedata.name(chr(i), "").title() for i in range(0x20, 0x3000)]
+    functions = sorted({name for name, _ in docstrings(STANDARD) if len(name) > 5})
+    with BOOKS.open(encoding="utf-8") as file:
+        books = list(csv.DictReader(file))
+    shuffled = (*every[:2], *every[3:], every[2])
+    results = [
+        *ask_table("docstrings", texts(), (30, 300, 2500), shuffled),
+        *ask_table(
+            "Unicode names", as_rows([*filter(None, unicode)]), (20, 200, 2000, 8000), typos
+        ),
+        *ask_table("function names", as_rows(functions), (50, 500, 1500), typos[:3]),
+        *ask_table("book titles", as_rows([x["title"] for x in books]), (30, 300), typos),
+        *ask_table("book summaries", as_rows([x["summary"] for x in books]), (60, 300), parts),
+        *ask_table("manual pages", man_pages(), (30, 300, 1000, 2500), shuffled),
+    ]
+    firsts = [(p, {first for _, (first, *_) in docstrings((p,))}) for p in CLASSES]
+    pairs = [(x, p) for p, all_texts in firsts for x in sorted(all_texts) if 25 <= len(x) <= 160]
+    for size in (100, 1000, 2500):
+        order = np.random.default_rng(size).permutation(len(pairs))
+        keys, packages = zip(*(pairs[i] for i in order[:size]), strict=True)
+        queries, right = zip(*(pairs[i] for i in order[size : size + 300]), strict=True)
+        table = "the package of another docstring"
+        results += ask_all(table, "class", [*keys], [*packages], [*queries], [*right])
+    return results
+
+
+def as_rows(names: list[str]) -> list[tuple[str, str, str]]:
+    return [(name, name, name) for name in dict.fromkeys(names)]
+
+
+def calibration_error(said: np.ndarray, is_right: np.ndarray) -> float:
+    """Return the mean of |share right − mean confidence| over ten bins of the confidence."""
+    bins = np.minimum((said * 10).astype(int), 9)
+    return float(sum(abs((is_right - said)[bins == b].sum()) for b in range(10)) / len(said))
+
+
+def fit_confidence(results: list[Asked]) -> np.ndarray:
+    """Return the coefficients of a logistic regression; every task of a table counts the same."""
+    share, next_share, top = (
+        np.clip([getattr(x, name) for x in results], 1e-6, 1 - 1e-4)
+        for name in ("share", "next_share", "top_weight")
+    )
+    margin = np.log(share / next_share) * np.minimum(top / share, 1)
+    inputs = np.stack([np.ones_like(share), np.log(share / (1 - share)), margin], axis=1)
+    counts = Counter((x.table, x.task, x.rows) for x in results)
+    weight = np.array([1 / counts[x.table, x.task, x.rows] for x in results])
+    is_right, coefficients = np.array([x.is_right for x in results]), np.zeros(3)
+    for _ in range(50):  # Newton's method
+        p = 1 / (1 + np.exp(-inputs @ coefficients))
+        hessian = (inputs * (weight * p * (1 - p))[:, None]).T @ inputs + 1e-6 * np.eye(3)
+        coefficients -= np.linalg.solve(hessian, inputs.T @ (weight * (p - is_right)))
+    return coefficients
+
+
+def measure_confidence() -> None:
+    results = ask_everything()
+    fitted = fit_confidence([x for x in results if x.table in FITTED])
+    print(f"coefficients: {CONFIDENCE_COEFFICIENTS}, the fit gives {np.round(fitted, 3)}")
+    tables = {
+        name: [x for x in results if x.table == name]
+        for name in dict.fromkeys(x.table for x in results)
+    }
+    tables["all that were held out"] = [x for x in results if x.table in HELD_OUT]
+    tables["no right row"] = [x for x in results if x.table.startswith("no right row")]
+    rows = []
+    for name, part in tables.items():
+        if not part or (name.startswith("no right row") and name != "no right row"):
+            continue
+        said, share, is_right = np.array([(x.confidence, x.share, x.is_right) for x in part]).T
+        row: dict[str, Any] = {"work": f"confidence: {name}", "asked": len(part)}
+        row |= {"right": is_right.mean(), "mean confidence": said.mean()}
+        row |= {"calibration error": calibration_error(said, is_right)}
+        row |= {"calibration error of the weight": calibration_error(share, is_right)}
+        sure = said >= 0.9
+        row |= {"sure": sure.mean(), "right if sure": is_right[sure].mean()}
+        if (at_limit := said >= MAX_CONFIDENCE).any():
+            row |= {"right at the limit": is_right[at_limit].mean()}
+        rows.append(row)
+        numbers = "".join(f"{x:>8.3f}" for x in [*row.values()][2:])
+        print(f"{name:<34}{len(part):>6}{numbers}")
+    print("asked, right, confidence, its error, that of the weight, sure, right if sure, at 0.99")
+    if "--write" in sys.argv:
+        source = {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
+        written = {"machine": machine(), "rows": [row | source for row in rows]}
+        (RESULTS / "confidence.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
 def main() -> None:
+    if "--confidence" in sys.argv:
+        measure_confidence()
+        return
     rows = texts()
     keys = [text for text, _, _ in rows]
     at = np.random.default_rng(2).permutation(len(keys))[:ASKED]

@@ -56,10 +56,10 @@ def test_effective_rows_of_equal_weights_are_their_number():
 @pytest.mark.parametrize(
     ("weights", "total", "says"),
     [
-        ([0.95, 0.05], 2, ": sure."),
-        ([0.6, 0.4], 2, ": fairly sure."),
-        ([0.4, 0.3, 0.3], 100, "undecided between a few rows"),
-        ([0.1] * 10, 10, "unsure, many rows share the weight"),
+        ([0.95, 0.05], 2, ": sure (97 %)."),
+        ([0.6, 0.4], 2, ": fairly sure (64 %)."),
+        ([0.4, 0.3, 0.3], 100, ": unsure (54 %)."),
+        ([0.1] * 10, 10, ": unsure (31 %)."),
     ],
 )
 def test_explain_says_how_concentrated(weights, total, says):
@@ -207,16 +207,16 @@ def test_a_sum_of_raw_weights_is_no_value_of_a_row():
 
 def test_rows_that_share_a_key_or_a_value_are_one_answer():
     D = Database([("tea pot", "tea")] * 8 + [("knife", "tools")])
-    assert D.ask("tea pott").confidence_text == "sure"
+    assert D.ask("tea pott").confidence_text == "sure (99 %)"
     names = Database(
         [("tea pot", "tea"), ("teapot", "tea"), ("tea-pot", "tea"), ("knife", "tools")]
     )
     assert names.ask("tea pot").values[0].weight > 0.9
-    assert names.ask("tea pot").confidence_text == "sure"
+    assert names.ask("tea pot").confidence_text == "sure (99 %)"
     prices = Database([("tea pot", 5.0)] * 8 + [("knife", 9.0)])
-    for weighting in ("softmax", "hard", weightings.TopK(8)):
+    for weighting in ("softmax", weightings.TopK(8)):
         result = prices.ask("tea pot", weighting=weighting)
-        assert result.value == 5 and result.confidence_text == "sure"
+        assert result.value == 5 and result.confidence_text == "sure (99 %)"
     alike = Database([(float(i), 7.0) for i in range(8)])
     assert alike.ask(4.0, weighting="average").confidence_text == "rows with the same value decide"
     numbers = Database([(1.0, 4.0), (1.0, 6.0), (9.0, 9.0)])
@@ -225,7 +225,57 @@ def test_rows_that_share_a_key_or_a_value_are_one_answer():
 
 def test_one_key_with_many_values_says_so():
     D = Database([("tea pot", f"kind {i}") for i in range(8)] + [("knife", "tools")])
-    assert D.ask("tea pot").confidence_text == "one key, whose rows have different values"
+    result = D.ask("tea pot")
+    assert result.confidence_text == "unsure (34 %), one key has several values"
+
+
+def test_confidence_is_the_formula_of_the_shares_of_the_values():
+    """σ(a + b logit(p₁) + c t ln(p₁ / p₂)), with the part t of p₁ of the heaviest row."""
+    rows = [("tea pot", 5.0), ("teapot", 5.0), ("tea spoon", 3.0), ("knife", 9.0), ("fork", 9.0)]
+    for values in (lambda x: x, str):
+        D = Database([(key, values(value)) for key, value in rows])
+        for query in ("tea pot", "tea", "spon", "kniffe"):
+            result = D.ask(query)
+            totals = [
+                sum(w for w, (_, v) in zip(result.weights, rows, strict=True) if values(v) == x)
+                for x in {values(v) for _, v in rows}
+            ]
+            p1, p2, _ = np.clip(np.array(sorted(totals)[::-1], float), 1e-6, 1 - 1e-4)
+            if result.value != values(rows[int(result.weights.argmax())][1]):
+                continue  # the best row has not the heaviest value
+            if values is not str and p1 != pytest.approx(result._value_shares[0], rel=1e-4):
+                continue
+            t = min(result.weights.max() / p1, 1)
+            logit = 0.1 + 0.4 * math.log(p1 / (1 - p1)) + 0.8 * t * math.log(p1 / p2)
+            expected = min(1 / (1 + math.exp(-logit)), 0.99)
+            assert result.confidence == pytest.approx(expected, rel=1e-3)
+            assert f"({100 * result.confidence:.0f} %)" in result.explain()
+
+
+def test_confidence_grows_with_the_share_and_with_the_distance_to_the_next():
+    said = [build_answer([x, 0.2]).confidence for x in (0.3, 0.5, 0.7, 0.8)]
+    assert said == sorted(said) and len({*said}) == 4
+    said = [build_answer([0.5, x]).confidence for x in (0.5, 0.3, 0.1, 0.01)]
+    assert said == sorted(said) and len({*said}) == 4
+    assert build_answer([1.0]).confidence == 0.99
+    alone = build_answer([0.3] + [0.001] * 700)  # none of the others comes near
+    both = [ValueWeight("b", 0.7), ValueWeight("a", 0.3)]
+    # Many light rows that agree are less convincing than one that has all this weight.
+    light = replace(build_answer([0.1, *[0.001] * 600, 0.1, 0.1, 0.1]), values=both)
+    heavy = replace(build_answer([0.7, 0.3]), values=both)
+    assert alone.confidence > 0.9 and light.confidence < heavy.confidence - 0.05
+
+
+def test_what_has_no_confidence():
+    numbers, names = Database({1.0: 2.0, 3.0: 4.0}), Database({"a": 1.0, "b": 2.0})
+    assert numbers.ask(1.2).confidence is None  # its spread says more
+    assert names.ask("a", weighting="hard").confidence is None
+    assert names.ask("a", weighting="hard").confidence_text == "one row decides"
+    assert names.ask("a", weighting="raw").confidence is None
+    assert names.ask("a", weighting="raw").confidence_text == "sure"
+    assert build_answer([]).confidence is None and build_answer([]).confidence_text == "no answer"
+    for result in (numbers.ask(1.2), names.ask("a")):
+        assert result.to_dict()["confidence"] == result.confidence
 
 
 def test_sureness_counts_rows_beyond_those_that_are_named():
@@ -328,7 +378,8 @@ def test_json():
         "statistical": False,
         "engine": "scan",
         "hint": "",
-        "confidence_text": "fairly sure",
+        "confidence": pytest.approx(0.80508, abs=1e-4),
+        "confidence_text": "fairly sure (81 %)",
     }
 
 

@@ -42,6 +42,7 @@ def checked(books: qkv.Database, documents: list[tuple[str, dict[str, Any], floa
         assert score is None or score == pytest.approx(row.weight)
         assert about["weight"] == pytest.approx(row.weight)
         assert about["entropy"] == pytest.approx(answer.entropy)
+        assert about["confidence"] == pytest.approx(answer.confidence)
         assert about["effective_rows"] == pytest.approx(math.exp(answer.entropy))
         assert about["year"] == row.record["year"] and about["weight_"] == row.record["weight"]
     assert documents[0][1]["key"] == "Moby-Dick"

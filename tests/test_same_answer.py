@@ -35,7 +35,7 @@ TABLES: dict[str, tuple[dict[str, Any], Any, float | None, bool]] = {
     "pairs": ({"key": ["year", "price"], "value": "price"}, (1900.0, 5.0), None, True),
     "mixed": ({"key": ["title", "price"], "value": "year"}, ("Dune", 8.0), 1965.0, False),
 }
-FIELDS = ("value", "mean", "value_is_mean", "spread", "confidence_text")
+FIELDS = ("value", "mean", "value_is_mean", "spread", "confidence", "confidence_text")
 WEIGHTINGS = ("softmax", "average", "topk:2")
 
 

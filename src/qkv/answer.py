@@ -40,6 +40,21 @@ from qkv.util.types import lazy_property
 
 EXACT_MATCH_TEXT = "The query equals a key, which decides the answer"
 BLENDED_MATCH_TEXT = "The query equals a key; the value is a mean over several rows"
+CONFIDENCE_COEFFICIENTS = (0.1, 0.4, 0.8)
+"""The bias a and the factors b and c of the confidence σ(a + b logit(p₁) + c t ln(p₁ / p₂)).
+
+p₁ and p₂ are the shares of the weight of the two heaviest values, and t is the part of p₁ that the
+heaviest row has, together with rows of equal weight. `bench.answers --confidence` fits
+them on first sentences of docstrings and on Unicode names, and measures them on other texts. The
+weight p₁ alone is too small for typos in large tables: many other rows share the rest, but none
+comes near. The ratio p₁ / p₂ says so.
+"""
+MAX_CONFIDENCE = 0.99
+"""No confidence is larger: typos can make one key out of another."""
+CONFIDENCE_WORDS = ((0.9, "sure"), (0.6, "fairly sure"), (0.0, "unsure"))
+"""The words for a confidence, with the smallest confidence for each."""
+SINGLE_ROW_WEIGHTINGS = ("Hard", "TopK(k=1)")
+"""Beginnings of the names of weightings that show no competing row."""
 MIN_DECISIVE_WEIGHT = 0.9
 """A row, a key or a value decides the answer if its weight is above this."""
 
@@ -57,7 +72,7 @@ SERIALIZED_FIELDS = (
         "exact",
     ),
     *("error_bound", "rows_read", "bound_is_probabilistic", "engine", "hint"),
-    "confidence_text",
+    *("confidence", "confidence_text"),
 )
 """The attributes that `to_dict` contains."""
 SERIALIZED_NAMES = {"bound_is_probabilistic": "statistical"}
@@ -194,7 +209,7 @@ class Answer(Displayable):
         # A pickle contains the weights of all rows, but not the database.
         state = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
         if self.rows and not self.value_is_mean:
-            state["_value_share"] = self._value_share
+            state |= {"_value_shares": self._value_shares, "confidence": self.confidence}
         if self.coverage is not None:
             state["prediction_set"] = self.prediction_set
         backend = DetachedBackend(self.rows, self.weights, self.entropy, self.spread)
@@ -362,37 +377,76 @@ class Answer(Displayable):
 
     @lazy_property
     def confidence_text(self) -> str:
-        """A few words on how concentrated the weight is, such as "fairly sure".
+        """How sure the answer is: a word and `confidence`, such as "fairly sure (74 %)".
 
-        Rows with the same key or the same value count as one. The text says that a row or key
-        "decides" only if its own value equals the answer's value.
+        If the value is a mean, the text says how many rows or keys share the weight, such as "a
+        mean of a few rows". It says that a row or key "decides" only if its own value equals the
+        answer's value.
         """
         if not self.rows:
             return "no answer"
         return self._mean_confidence_text() if self.value_is_mean else self._value_confidence_text()
 
     @lazy_property
-    def _value_share(self) -> float:
-        """The share of the weight on rows that have the value or the best-matching key."""
+    def _value_shares(self) -> tuple[float, float]:
+        """The share of the weight of `value`, and that of the next value.
+
+        Rows with the best-matching key count as having the value, if the value is that of this key.
+        """
         if self.values:
             known = np.abs([share.weight for share in self.values])
-            return float(known[0] / (1.0 if self.is_normalized else known.sum() or 1.0))
-        share = self._backend.compute_value_share()
-        return share if share is not None else self._top_share
+            known = known / (1.0 if self.is_normalized else known.sum() or 1.0)
+            return float(known[0]), float(known[1]) if len(known) > 1 else 0.0
+        shares = self._backend.compute_value_shares()
+        if shares is not None:
+            return shares
+        weights = sorted(abs(group.weight) for group in _group_rows(self.rows, "value"))
+        return self._top_share, weights[-2] if len(weights) > 1 else 0.0
+
+    @lazy_property
+    def _top_weight(self) -> float:
+        """The total weight of the rows that have the largest weight."""
+        return self._backend.compute_top_weight()
+
+    @lazy_property
+    def confidence(self) -> float | None:
+        """The estimated probability that `value` is right, if some row has the right value.
+
+        It depends on the share of the weight that rows with this value have, and on how much more
+        that is than the share of the next value. The estimate was fitted for text keys with the
+        default score and weighting, among queries of which one row has the answer.
+
+        None if the value is a mean, whose `spread` says more, or if the weights do not sum to 1 or
+        all of it is given to one row (`hard`).
+
+        >>> from qkv import Database
+        >>> round(Database({"tea pot": "tea", "knife": "tools"}).ask("tea pott").confidence, 2)
+        0.99
+        """
+        takes_one_row = self.weighting.startswith(SINGLE_ROW_WEIGHTINGS)
+        if not self.rows or self.value_is_mean or not self.is_normalized or takes_one_row:
+            return None
+        share, next_share = (min(max(x, 1e-6), 1 - 1e-4) for x in self._value_shares)
+        bias, share_factor, margin_factor = CONFIDENCE_COEFFICIENTS
+        # Many rows that agree a little are less convincing than one row that fits.
+        margin = math.log(share / next_share) * min(self._top_weight / share, 1.0)
+        logit = bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
+        return min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
 
     def _value_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is that of some rows."""
-        if self._value_share > 0.5:
-            return "sure" if self._value_share > MIN_DECISIVE_WEIGHT else "fairly sure"
-        known = [share.weight for share in self.values or self._heavy_rows()]
-        rows = self._heavy_rows()
-        if self.is_normalized and _group_rows(rows, "key")[0].weight > MIN_DECISIVE_WEIGHT:
-            return "one key, whose rows have different values"
-        alike = len(_group_rows(rows, "value")) < len(rows)
-        what = "values" if alike else "rows"
-        if (self._effective_groups(known) if alike else self.effective_rows) < 4:
-            return f"undecided between a few {what}"
-        return f"unsure, many {what} share the weight"
+        if self.confidence is None:
+            if self.is_normalized:
+                return "one row decides"
+            share = self._value_shares[0]
+            return next(word for least, word in CONFIDENCE_WORDS if share >= least)
+        words = (word for least, word in CONFIDENCE_WORDS if self.confidence >= least)
+        text = f"{next(words)} ({100 * self.confidence:.0f} %)"
+        if self.confidence < CONFIDENCE_WORDS[0][0] and self.values and len(self.values) > 1:
+            heaviest = _group_rows(self._heavy_rows(), "key")[0]
+            if heaviest.weight > MIN_DECISIVE_WEIGHT:
+                return f"{text}, one key has several values"
+        return text
 
     def _mean_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is a mean or a sum."""

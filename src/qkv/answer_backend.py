@@ -12,6 +12,9 @@ import numpy as np
 from qkv.errors import CombinationError
 from qkv.frameworks import tree
 
+SAME_WEIGHT_TOLERANCE = 1e-3
+"""The weights of rows with the same key differ by less: their scores differ only by rounding."""
+
 
 @dataclass(frozen=True, init=False)
 class Row(tree.Record):
@@ -71,6 +74,18 @@ class SourceRows:
     """The names of the key and of the value. Several columns are joined to one name."""
 
 
+def sum_top_weight(weights: np.ndarray) -> float:
+    """Return the total of the weights (m,) that equal the largest one, up to rounding.
+
+    >>> round(sum_top_weight(np.array([0.1, 0.4, 0.4, 0.1])), 3)
+    0.8
+    """
+    if not len(weights):
+        return 0.0
+    size = np.abs(weights)
+    return float(size[size >= size.max() * (1 - SAME_WEIGHT_TOLERANCE)].sum())
+
+
 class AnswerBackend(ABC):
     """Computes the attributes of an answer that are not stored in it.
 
@@ -89,12 +104,17 @@ class AnswerBackend(ABC):
     def compute_spread(self) -> Any:
         """Return the weighted standard deviation of the values, or None if they are not numbers."""
 
-    def compute_value_share(self) -> float | None:
-        """Return the share of the weight on rows that have the answer's value or its key.
+    def compute_value_shares(self) -> tuple[float, float] | None:
+        """Return the shares of the weight of the answer's value and of the next value.
 
-        It is for the value of the best-matching key. None if the rows are not available.
+        It is for the value of the best-matching key; rows with this key count as having the value.
+        None if the rows are not available.
         """
         return None
+
+    def compute_top_weight(self) -> float:
+        """Return the total weight of the rows that have the largest weight."""
+        return sum_top_weight(self.compute_weights())
 
     @abstractmethod
     def rows_above(self, weight: float) -> list[Row]:

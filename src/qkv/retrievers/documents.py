@@ -38,6 +38,8 @@ def retrieve_documents(
     if not isinstance(answer, Answer):
         raise DtypeError(f"query must be a single question, not {query!r}")
     sure: dict[str, Any] = {"entropy": answer.entropy, "effective_rows": answer.effective_rows}
+    if answer.confidence is not None:
+        sure["confidence"] = answer.confidence
     if answer.coverage is not None:
         sure |= {"coverage": answer.coverage, "abstains": answer.abstains}
     return [_build_document(row, content, sure) for row in answer.rows]

@@ -32,7 +32,7 @@ OPTIONAL_FIELDS = {
 A server that is older than the client does not send the newer fields.
 """
 
-LAZY_FIELDS = ("confidence_text",)
+LAZY_FIELDS = ("confidence", "confidence_text")
 """Fields that the server computes, although `Answer` computes them when they are read."""
 
 CELLS_MEDIA_TYPE = "application/vnd.qkv.cells+json"

@@ -102,7 +102,10 @@ ANSWER_SCHEMA = object_schema(
         "hint": typed_schema(
             "string", "Advice: the score or option to use, if the default may be wrong."
         ),
-        "confidence_text": typed_schema("string", "How much the weights agree on the value."),
+        "confidence": typed_schema(
+            ["number", "null"], "The estimated probability that the value is right."
+        ),
+        "confidence_text": typed_schema("string", "The confidence in words."),
         "score": TEXT_SCHEMA,
         "weighting": TEXT_SCHEMA,
         "values": list_schema(object_schema("Share", {"value": {}, "weight": NUMBER_SCHEMA})),

@@ -371,3 +371,18 @@ def test_what_a_question_means_is_found_once_and_again_where_it_changes():
             D.ask(1.5, score="gaussian", **{"top": 2} | options)
     D.add([(1.5, 7.0)])
     assert D.ask(1.5, score="gaussian", top=2).total == 4
+
+
+def test_confidence_needs_no_second_scan(monkeypatch):
+    """A batch whose weights are not kept says the same, and scans the rows once."""
+    rows = [(f"row number {i}", float(i % 7)) for i in range(300)]
+    D = qkv.Database(rows)
+    words = qkv.Database([(key, str(value)) for key, value in rows])
+    queries = ["row numbr 12", "row 7", "number", "row number 33"]
+    expected = [[x.confidence for x in made.ask(queries)] for made in (D, words)]
+    monkeypatch.setattr("qkv.database.query.executor.MAX_CACHED_WEIGHTS_PER_BATCH", 1)
+    for made, known in zip((D, words), expected, strict=True):
+        answers = made.ask(queries)
+        with monkeypatch.context() as patch:
+            patch.setattr("qkv.database.query.executor.QueryExecutor.compute_weights", pytest.fail)
+            assert [answer.confidence for answer in answers] == pytest.approx(known)

@@ -11,7 +11,14 @@ import numpy as np
 
 from qkv import partial_attention
 from qkv.answer import Answer
-from qkv.answer_backend import AnswerBackend, Row, SourceRows, ValueWeight
+from qkv.answer_backend import (
+    SAME_WEIGHT_TOLERANCE,
+    AnswerBackend,
+    Row,
+    SourceRows,
+    ValueWeight,
+    sum_top_weight,
+)
 from qkv.database.filter.expressions import as_text
 from qkv.database.query.calibration import Calibration
 from qkv.database.query.influence import compute_influence
@@ -45,14 +52,15 @@ In a larger batch, an answer computes its weights again when they are read.
 MAX_VOTING_ROWS = 1024
 """The number of rows whose values are compared to find the value with the largest total weight."""
 
-MIN_BEST_KEY_ROWS = 8
+MIN_BEST_KEY_ROWS = 32
 """The number of rows that are read at least to find all rows with the best-matching key."""
 
 MAX_SHARE_ROWS = 8192
-"""The number of rows whose values are compared with the value of the best-matching key."""
+"""The number of rows whose values are compared with the value of the best-matching key.
 
-SAME_WEIGHT_TOLERANCE = 1e-3
-"""The weights of rows with the same key differ by less: their scores differ only by rounding."""
+An answer of a large batch or of a cluster compares fewer: `MAX_VOTING_ROWS`, and the rows that the
+shards returned.
+"""
 
 RANKING_WEIGHTINGS = (Softmax, TopK, Hard, Entmax, Sparsemax)
 """Weightings that give the largest weight to the row with the best score."""
@@ -186,6 +194,25 @@ class QueryExecutor(RowScan):
         is_vector = schema.value_kind == "vector"
         return self.unpack_value(mean.astype(pooled.dtype) if is_vector else mean), same
 
+    def _find_rows_for_confidence(
+        self, alpha: np.ndarray, positions: np.ndarray, weights: np.ndarray, keeps_weights: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions and weights of heavy rows, from which the confidence is computed.
+
+        `positions` and `weights` are those of the rows that were read. More rows are needed if the
+        weights will not be kept, or if all these rows have the largest weight.
+        """
+        if self.value_is_mean or not len(weights):
+            return positions[:0], weights[:0]
+        size = np.abs(weights)
+        all_equal = len(size) >= self.rows_to_read and size[-1] >= size[0] * (
+            1 - SAME_WEIGHT_TOLERANCE
+        )
+        has_enough = keeps_weights or not self.view.schema.can_pool_values
+        if has_enough and not all_equal:
+            return positions, weights
+        return self.find_heaviest(alpha, MAX_SHARE_ROWS if all_equal else MAX_VOTING_ROWS)
+
     def _positions_with_key(self, key: Any) -> np.ndarray:
         """Return the positions of the rows with this key that take part in the answer."""
         ids = np.asarray(self.view.find_ids(key), np.int64)
@@ -254,6 +281,7 @@ class QueryExecutor(RowScan):
                 (value, mean, best_key_rows),
                 entropy,
                 is_familiar,
+                self._find_rows_for_confidence(alpha, positions, weights, keeps_weights),
             ),
             _library=self.frame_library,
         )
@@ -311,6 +339,7 @@ class LocalBackend(AnswerBackend):
     `values` are the value, the mean, and the positions of the rows with the best-matching key.
     `weights` and `entropy` are None if they are computed when they are read. `is_familiar` is False
     if the best score is below the calibrated minimum; the prediction set is then empty.
+    `heavy_rows` are the positions and weights of heavy rows, for the confidence.
     """
 
     def __init__(
@@ -321,10 +350,12 @@ class LocalBackend(AnswerBackend):
         values: tuple[Any, Any, np.ndarray],
         entropy: float | None,
         is_familiar: bool,
+        heavy_rows: tuple[np.ndarray, np.ndarray],
     ):
         self.executor, self.query, self.cached_weights = executor, query, weights
         self.value, self.mean, self.best_key_rows = values
         self.known_entropy, self.is_familiar = entropy, is_familiar
+        self.heavy_rows = heavy_rows
 
     def _row_weights(self) -> Any:
         """Return the weights of the rows that the executor reads."""
@@ -348,20 +379,27 @@ class LocalBackend(AnswerBackend):
         total, scale = executor.sum_squared_deviations(self._row_weights(), mean)
         return executor.unpack_value(2 * scale * np.sqrt(np.maximum(total, 0)))
 
-    def compute_value_share(self) -> float | None:
+    def compute_value_shares(self) -> tuple[float, float] | None:
         executor = self.executor
         if self.mean is None or executor.value_is_mean:
             return None
-        positions, weights = executor.find_heaviest(np.asarray(self._row_weights()), MAX_SHARE_ROWS)
+        positions, weights = self.heavy_rows
+        if self.cached_weights is not None:
+            positions, weights = executor.find_heaviest(self.cached_weights, MAX_SHARE_ROWS)
         if not len(positions):
-            return 0.0
+            return 0.0, 0.0
         value = list(self.value.values()) if isinstance(self.value, dict) else self.value
         stored = executor.view.snapshot.read_tensor("value", executor.view.ids[positions])
         agrees = np.isclose(np.asarray(stored, float), np.atleast_1d(value), atol=0).all(axis=1)
         agrees |= np.isin(positions, self.best_key_rows)
         sizes = np.abs(weights.astype(float))
-        share = sizes[agrees].sum() / (1.0 if executor.weighting.is_convex else sizes.sum())
-        return float(min(share, 1.0))
+        others, group = np.unique(np.asarray(stored)[~agrees], axis=0, return_inverse=True)
+        next_size = np.bincount(group.reshape(-1), sizes[~agrees]).max() if len(others) else 0.0
+        total = 1.0 if executor.weighting.is_convex else sizes.sum()
+        return float(min(sizes[agrees].sum() / total, 1.0)), float(next_size / total)
+
+    def compute_top_weight(self) -> float:
+        return sum_top_weight(self.heavy_rows[1])
 
     def rows_above(self, weight: float) -> list[Row]:
         alpha = np.asarray(self._row_weights())
