@@ -17,6 +17,7 @@ from qkv.engines.choice import EngineChoice, EngineName, Explanation, WarmupRepo
 from qkv.engines.dropout import draw_seed
 from qkv.engines.native import ProjectedAttention
 from qkv.engines.out_of_core import certified, forward
+from qkv.engines.out_of_core.key_terms import adapt_score
 from qkv.engines.validation import build_call, require_one_framework, resolve_score_and_weighting
 from qkv.errors import DtypeError, FrameworkError, validate_keywords
 from qkv.frameworks import get_framework, load_framework, to_numpy, tree
@@ -384,6 +385,8 @@ def attend_rows(
             approximate = certified.attend_rows(rows, host, score, weighting, tolerance, confidence)
             if not isinstance(approximate, str):
                 return to_framework_array(fw, approximate, query)
+        if fw.name == "numpy":
+            score = adapt_score(rows, score, fw.dtype_name(query))
         call = Call(query, rows.key, rows.value, score, weighting)
         if call.may_exceed_float64 and (
             rows.shape[0] if rows.allowed is None else rows.allowed.any()

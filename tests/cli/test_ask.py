@@ -47,15 +47,19 @@ class TestAsk:
         assert qkv("ask", path, "1.5", "-k", "k", "-v", "v").stdout.splitlines()[0] == "inf"
         assert data("ask", path, "1.5", "-k", "k", "-v", "v")["value"] == "inf"
 
-    def test_a_hint_says_where_the_length_of_vectors_decided(self, tmp_path: Path) -> None:
+    def test_a_vector_finds_its_row_and_a_hint_says_where_none_is_near(
+        self, tmp_path: Path
+    ) -> None:
         path = tmp_path / "vectors.jsonl"
         path.write_text('{"k": [0.6, 0.7], "v": "short"}\n{"k": [3.0, 4.0], "v": "long"}\n')
         command = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]
-        shown = qkv(*command).stdout.splitlines()
-        assert shown[0] == "long" and "score='cosine' to compare directions" in shown[-1]
-        assert "score='cosine' to compare directions" in data(*command)["hint"]
-        other = qkv(*command, "--score", "cosine").stdout
-        assert other.startswith("short\n") and "to compare directions" not in other
+        assert qkv(*command).stdout.startswith("short\n") and not data(*command)["hint"]
+        assert qkv(*command, "--score", "dot").stdout.startswith("long\n")
+        path.write_text('{"k": [1.0, 0.0, 0.0], "v": "x"}\n{"k": [0.0, 1.0, 0.0], "v": "y"}\n')
+        command = ["ask", path, "0.0,0.0,1.0", "-k", "k", "-v", "v"]
+        advice = "score='gaussian' to compare distances"
+        assert advice in qkv(*command).stdout.splitlines()[-1] and advice in data(*command)["hint"]
+        assert advice not in qkv(*command, "--score", "cosine").stdout
 
     def test_a_number_of_the_best_key_has_the_mean_beside_it(self, table: Path) -> None:
         command = ["ask", table, "the alchmist", "-k", "title", "-v", "year"]

@@ -549,7 +549,9 @@ def test_every_weighting_gives_the_weights_of_qkv_weights(make, weighting):
     keys, values = rng.normal(size=(20, 5)), rng.normal(size=(20, 2))
     D = make(keys, values)
     q = rng.normal(size=(3, 5))
-    true = qkv.weights(q, keys, weighting=weighting)
+    score = D.encoder.default_score(20)
+    assert score == scores.Gaussian(D.describe()["key"]["bandwidth"])
+    true = qkv.weights(q, keys, score=score, weighting=weighting)
     for i, answer in enumerate(D.ask(q, weighting=weighting, top=20)):
         np.testing.assert_allclose(answer.weights, true[i], rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(answer.value, true[i] @ values, rtol=1e-5, atol=1e-6)
@@ -677,7 +679,8 @@ def test_attend_is_qkv_attend_with_gradients(make, width):
     out = D.attend(q)
     # The codes are kept in the precision that the encoder gives.
     k, v = (torch.tensor(x[keep]) for x in (keys, values))
-    true = qkv.attend(q, k, v)
+    score = scores.Gaussian(D.describe()["key"]["bandwidth"])
+    true = qkv.attend(q, k, v, score=score)
     torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6)
     g = torch.tensor(rng.normal(size=(3, width)))
     (actual,) = torch.autograd.grad(out, q, g)

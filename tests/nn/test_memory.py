@@ -25,7 +25,10 @@ def facts(keys=KEYS, values=VALUES):
     return qkv.Database(keys.astype(np.float32), values)
 
 
-def dense(query, weighting, score="scaled_dot", keys=KEYS, values=VALUES):
+OWN_SCORE = facts().encoder.default_score(len(KEYS))
+
+
+def dense(query, weighting, score=OWN_SCORE, keys=KEYS, values=VALUES):
     """Every head by itself, in float64."""
     keys = torch.tensor(keys.astype(np.float32)).double()
     values = torch.as_tensor(values)
@@ -38,7 +41,7 @@ def dense(query, weighting, score="scaled_dot", keys=KEYS, values=VALUES):
 @pytest.mark.parametrize("score", [None, "gaussian"])
 def test_heads_attend_to_the_rows(weighting, score):
     memory = Memory(facts(), heads=2, score=score, weighting=weighting)
-    want, actual = dense(QUERY, weighting, score or "scaled_dot"), memory(QUERY)
+    want, actual = dense(QUERY, weighting, score or OWN_SCORE), memory(QUERY)
     torch.testing.assert_close(actual, want, rtol=1e-9, atol=1e-9)
     if weighting != "hard":
         along = torch.ones_like(want)
@@ -80,7 +83,8 @@ def test_a_step_moves_the_rows_that_were_looked_at():
     queries = QUERY[..., :4].detach()[0], QUERY[..., 4:].detach()[0]
     for query in queries:  # gradients of both add up
         memory(query).square().sum().backward()
-        out = qkv.attend(query, keys, values, weighting=weightings.TopK(3), engine="dense")
+        options = {"score": OWN_SCORE, "weighting": weightings.TopK(3)}
+        out = qkv.attend(query, keys, values, **options, engine="dense")
         out.square().sum().backward()
     touched = (values.grad != 0).any(-1) | (keys.grad != 0).any(-1)
     assert memory.step(lr=0.1) == touched.sum() < 40
@@ -88,7 +92,7 @@ def test_a_step_moves_the_rows_that_were_looked_at():
     with torch.no_grad():
         keys -= 0.1 * keys.grad
         values -= 0.1 * values.grad
-    want = qkv.attend(queries[0], keys, values, weighting=weightings.TopK(3))
+    want = qkv.attend(queries[0], keys, values, **options)
     torch.testing.assert_close(memory(queries[0]), want, rtol=1e-5, atol=1e-5)
     assert database.version > before and len(database) == 40
     old = Memory(database.at(before), weighting=weightings.TopK(3))

@@ -165,7 +165,7 @@ const ENCODER_FACTORIES: Record<string, (keys: Key[]) => Encoder> = {
       name: "scaled_dot",
       scale: Math.log(Math.max(rows, 1)) + 6,
     })),
-  arrays: () => createSymmetricEncoder("arrays", (key) => Float32Array.from(key as Vector), () => ({ name: "scaled_dot" })),
+  arrays: () => createSymmetricEncoder("arrays", (key) => Float32Array.from(key as Vector), (rows) => ({ name: "cosine", temperature: 1 / computeSharpness(rows) })),
 };
 
 /** The encoders that need no Python. */

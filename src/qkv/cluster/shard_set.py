@@ -13,6 +13,7 @@ import numpy as np
 
 from qkv import partial_attention
 from qkv.cluster.shard import Job, Slice, StoreProfile
+from qkv.database.encoders.arrays import ESTIMATED_SETTINGS
 from qkv.database.errors import LostShardError
 from qkv.database.table.view import ROWS_PER_CHUNK
 from qkv.errors import ArgumentError, CombinationError
@@ -306,7 +307,11 @@ def _check_compatible(
 ) -> None:
     """Raise `CombinationError` unless both stores have the same schema and encoder."""
     for name in ("schema", "encoder") if first_profile.settings and second_profile.settings else ():
-        if first_profile.settings.get(name) != second_profile.settings.get(name):
+        first_settings, second_settings = (
+            _vector_settings(profile.settings.get(name))
+            for profile in (first_profile, second_profile)
+        )
+        if first_settings != second_settings:
             raise CombinationError(
                 f"{first} and {second} have different settings of the {name}, but shards of one "
                 f"database must have the same {name}: create them with `qkv.cluster.split`"
@@ -319,6 +324,16 @@ def _check_compatible(
             f"the encoders of {first} and {second} have learned different parameters: create "
             "shards of one database with `qkv.cluster.split`"
         )
+
+
+def _vector_settings(settings: Any) -> Any:
+    """Return settings without those that do not change the vectors of keys.
+
+    The first store with settings says how a cluster compares vectors.
+    """
+    if not isinstance(settings, dict) or settings.get("kind") != "arrays":
+        return settings
+    return {name: x for name, x in settings.items() if name not in ESTIMATED_SETTINGS}
 
 
 class SentJob:

@@ -235,6 +235,8 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return the type of each column and the number of its missing cells.
 
+        For keys that are vectors, also return how they are compared by default.
+
         >>> from qkv import Database
         >>> Database({"Li": 34, "Mu": None}).describe()["value"]
         {'type': 'number', 'missing': 1}
@@ -243,7 +245,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         for name in self.columns:
             role = view.schema.vector_columns.get(name)
             if role == "key":
-                description[name] = {"type": "vector", "missing": 0}
+                description[name] = {"type": "vector", "missing": 0, **view.describe_metric()}
                 continue
             counts = view.cell_kind_counts(name)
             kind = "vector" if role else typed_columns.describe_kinds(counts)
@@ -427,9 +429,9 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         key consists of several numbers, a list or array of that length is one key.
 
         `score` compares the vectors of query and key. The encoder chooses the default, and "exact"
-        compares the keys themselves. For vectors of your own the default is q·k/√d, which favours
-        long vectors. "cosine" compares directions, and "gaussian" compares distances. The answer's
-        `hint` says when this matters.
+        compares the keys themselves. For vectors of your own the keys decide: embeddings are
+        compared by direction ("cosine"), measurements by distance ("gaussian"). `describe()` shows
+        which.
 
         `top` is the number of rows in `answer.rows`. `where` selects rows:
         {"genre": "poetry"}, "year > 1950 and genre != 'poetry'", or a function of a row. A function
@@ -513,7 +515,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         >>> from qkv import Database
         >>> import numpy as np
         >>> D = Database(np.eye(2), np.array([[10.0], [20.0]]))
-        >>> D.attend(np.array([[0.0, 0.0]]))
+        >>> D.attend(np.array([[1.0, 1.0]]))
         array([[15.]])
         """
         from qkv.database.query.scan import MAX_SPARSE_QUERIES_PER_BATCH
@@ -1114,6 +1116,8 @@ class Database(ReadableDatabase[K, V]):
             arrays = encoder.arrays()
         first_id = view.snapshot.last_id + 1
         tensors = encoding.encode_keys(encoder, keys, precision, first_id, progress)
+        if settings is None:
+            settings = encoding.refit_metric(view, keys, remove)
         value_array = schema.build_value_array(columns)
         if value_array is not None:
             tensors["value"] = value_array

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from qkv.database.query.arguments import encode_numbers, resolve_score_like
+from qkv.database.table.encoding import estimate_metric
 from qkv.database.table.schema import rows_to_columns
 from qkv.errors import CombinationError
 from qkv.frameworks import get_framework
@@ -130,6 +131,9 @@ def forget_rows(database: Database[Any, Any], keys: Any) -> int:
     with database._exclusive_lock():
         count = database.remove(keys)
         view = database._view
-        if len(view) and view.setting_number("fitted") and not view.encoder.is_identity:
-            database.encode(what="forget")
+        if len(view) and view.setting_number("fitted"):
+            if not view.encoder.is_identity:
+                database.encode(what="forget")
+            else:
+                database._store.commit(settings=estimate_metric(view), what="forget")
     return count

@@ -159,6 +159,18 @@ class Score(Record):
             return f"{type(self).__name__} has no dot product form"
         return self, 0.0
 
+    def adapt_to_keys(self, sample: Array) -> Score:
+        """Return a score with the same numbers that is faster for many keys like this sample.
+
+        It may have `key_terms`. By default, it is the score itself.
+        """
+        return self
+
+    @property
+    def key_terms_signature(self) -> Any:
+        """What the `key_terms` depend on besides the class and the keys."""
+        return None
+
     def key_terms(self, key: Array) -> Array | None:
         """Return a term (m,) of each key (m, d) that callers may cache between queries.
 
@@ -195,6 +207,7 @@ class Score(Record):
 
 
 FORMULA_MEMBERS = {
+    "adapt_to_keys",
     "affine_form",
     "key_terms",
     "score_with_key_terms",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qkv.frameworks import divide_unless_one, get_framework, is_array, tree
+from qkv.frameworks.squares import MIN_EXPANDED_COLUMNS
 from qkv.scores.base import AffineForm, DotProductForm, Lowering, Score, broadcast_pairs
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
@@ -67,6 +68,11 @@ class Gaussian(Score):
 
     def affine_form(self, query: Array, norm: Array) -> AffineForm | None:
         return affine_squared_distance(query, norm, self.bandwidth, 0.5) if self.is_radial else None
+
+    def adapt_to_keys(self, sample: Array) -> Score:
+        if sample.shape[-1] < MIN_EXPANDED_COLUMNS or len(getattr(self.bandwidth, "shape", ())) > 1:
+            return self
+        return CentredGaussian(self.bandwidth, get_framework(sample).xp.mean(sample, axis=0))
 
     def find_lowering(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
@@ -153,6 +159,58 @@ class ExpandedGaussian(Score):
         query, key = self.center_and_scale(query), self.center_and_scale(key)
         return DotProductForm(query, key, _squared_norm(key, -0.5), _squared_norm(query, -0.5))
 
+
+@dataclass(frozen=True)
+class CentredGaussian(Gaussian):
+    """The Gaussian score for NumPy keys near a `centre` (d,), with ‖k − centre‖² as key terms.
+
+    s = q′·k / σ² − ‖q′‖²/2σ² − ‖k′‖²/2σ² − q′·centre / σ², with x′ = x − centre. Where this loses
+    precision, the score is computed from differences.
+
+    >>> import numpy as np
+    >>> score, key = CentredGaussian(0.5, np.zeros(1)), np.array([[1.0], [2.0]])
+    >>> score.score_with_key_terms(np.array([[1.0]]), key, score.key_terms(key))
+    array([[ 0., -2.]])
+    """
+
+    centre: Array = 0.0
+
+    @property
+    def key_terms_signature(self) -> Any:
+        width: Any = self.bandwidth
+        return self.centre.tobytes(), width.tobytes() if is_array(width) else None
+
+    def key_terms(self, key: Array) -> Array | None:
+        """Return ‖k − centre‖² of each key; with a bandwidth per column, in units of these."""
+        x = key - self.centre
+        if is_array(self.bandwidth):
+            x /= self.bandwidth
+        xp = get_framework(key).xp
+        square = xp.sum(x * x, axis=-1)
+        return square if xp.all(square < MAX_SQUARE) else None
+
+    def score_with_key_terms(self, query: Array, key: Array, terms: Array) -> Array:
+        xp, fw = get_framework(query).xp, get_framework(query)
+        scale = 1.0 if is_array(self.bandwidth) else 1 / self.bandwidth**2
+        shifted = query - self.centre
+        phi = shifted / self.bandwidth if is_array(self.bandwidth) else shifted
+        square, centre = xp.sum(phi * phi, axis=-1), self.centre / self.bandwidth
+        # (‖q′‖ + ‖k′‖) / σ, and the length that the centre adds to a key.
+        reach = (math.sqrt(float(square.max())) + math.sqrt(float(terms.max()))) * math.sqrt(scale)
+        offset = math.sqrt(float(xp.sum(centre * centre)))
+        if not reach * reach <= MAX_SQUARED_NORM_SUM:
+            return super().__call__(query, key)
+        phi = phi / self.bandwidth if is_array(self.bandwidth) else phi
+        if reach * (reach + offset) <= MAX_SQUARED_NORM_SUM:
+            products = fw.inner_products(phi, key) - xp.sum(phi * self.centre, axis=-1)[:, None]
+        else:
+            products = fw.inner_products(phi, key - self.centre)
+        products -= (square[:, None] + terms) * 0.5
+        return xp.minimum(products * scale, 0.0)
+
+
+MAX_SQUARE = 1e30
+"""Squares up to this can be added in float32."""
 
 SAFE_BANDWIDTHS = (1e-6, 1e6)
 """Range of bandwidths whose squares every dtype can represent."""

@@ -300,6 +300,12 @@ def list_versions(registry: DatabaseRegistry, request: RequestData) -> Any:
     return {"name": served.name, "versions": versions}
 
 
+def _default_score(described: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a column, and how it is compared by default."""
+    name, column = described
+    return name, {x: column[x] for x in column if x not in ("type", "missing")}
+
+
 @ROUTES("GET", f"{DATABASE_PATH}/info", INFO_SCHEMA, query={"at": VERSION_SCHEMA})
 def get_info(registry: DatabaseRegistry, request: RequestData) -> Any:
     """Describe a database: its number of rows, columns, encoder and size."""
@@ -311,6 +317,9 @@ def get_info(registry: DatabaseRegistry, request: RequestData) -> Any:
         **info,
         "types": {name: column["type"] for name, column in described.items()},
         "missing": {name: column["missing"] for name, column in described.items()},
+        "scores": {
+            name: column for name, column in map(_default_score, described.items()) if column
+        },
         "uploaded": request.served_database.uploaded,
     }
 

@@ -343,7 +343,11 @@ class RemoteDatabase(Closable, Displayable):
         """Return the type of each column and the number of its missing cells."""
         response = self._fetch_info()
         return {
-            name: {"type": kind, "missing": response["missing"][name]}
+            name: {
+                "type": kind,
+                "missing": response["missing"][name],
+                **response.get("scores", {}).get(name, {}),
+            }
             for name, kind in response["types"].items()
         }
 
@@ -369,7 +373,7 @@ class RemoteDatabase(Closable, Displayable):
         return f"<Database {self.path}{past}>"
 
 
-_SERVER_ONLY_FIELDS = ("name", "types", "missing", "uploaded")
+_SERVER_ONLY_FIELDS = ("name", "types", "missing", "scores", "uploaded")
 """Fields of the server's response that `Database.info` does not have."""
 
 

@@ -185,5 +185,6 @@ INFO_SCHEMA = object_schema(
         "bytes": {"type": ["integer", "null"]},
         "types": {"type": "object", "additionalProperties": TEXT_SCHEMA},
         "missing": {"type": "object", "additionalProperties": COUNT_SCHEMA},
+        "scores": {"type": "object", "additionalProperties": {"type": "object"}},
     },
 )

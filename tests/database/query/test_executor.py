@@ -314,16 +314,15 @@ def test_an_answer_from_a_server_or_a_pickle_can_be_copied():
         assert np.array_equal(one.weights, answer.weights)
 
 
-def test_an_answer_says_where_length_decided(tmp_path):
-    """A row asked by its own vector comes second to a long one: the answer says what does not."""
+def test_no_length_of_a_key_decides_an_answer(tmp_path):
+    """A row asked by its own vector comes first. Only the dot product prefers a long one."""
     keys, names = np.array([[0.6, 0.7], [3.0, 4.0], [-1.0, 0.5]]), ["short", "long", "other"]
     with qkv.open(tmp_path / "vectors.qkv") as stored:
         stored.add(keys, names)
         for D in (qkv.Database(keys, names), qkv.Database(keys.tolist(), names), stored):
             answer = D.ask([0.6, 0.7])
-            assert answer.value == "long" and "score='cosine' to compare directions" in answer.hint
-            assert answer.hint in str(answer) and answer.hint[1:] in answer.explain()
-            assert answer.hint[1:] in answer._repr_html_().replace("&#x27;", "'")
+            assert answer.value == "short" and answer.hint == ""
+            assert answer.score == "Gaussian(bandwidth=1.084)"
             assert pickle.loads(pickle.dumps(answer)).hint == deepcopy(answer).hint == answer.hint
             assert D.ask([3.0, 4.0]).hint == ""
             for score in ("cosine", "gaussian", "scaled_dot", scores.Cosine(0.05)):
@@ -333,15 +332,20 @@ def test_an_answer_says_where_length_decided(tmp_path):
                 )
 
 
-def test_an_answer_says_where_all_vectors_look_alike():
-    """As those of a model do, whose length is 1, over √d."""
+def test_unit_vectors_of_a_model_are_told_apart():
+    """Over √d, they would all have about the same weight."""
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 384))
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
     D = qkv.Database(keys, [f"row {i}" for i in range(40)])
     answer = D.ask(keys[7])
-    assert answer.value == "row 7" and answer.effective_rows > 39
-    assert "scores.Cosine(0.05)" in answer.hint
+    assert answer.value == "row 7" and answer.rows[0].weight > 0.7 and answer.hint == ""
+    assert D.ask(keys[7], score="scaled_dot").effective_rows > 39
+    far = D.ask(np.linalg.svd(keys)[2][-1])  # a direction that is orthogonal to all keys
+    assert far.effective_rows > 39 and "score='gaussian' to compare distances" in far.hint
+    assert far.hint in str(far) and far.hint[1:] in far.explain()
+    assert far.hint[1:] in far._repr_html_().replace("&#x27;", "'")
+    assert pickle.loads(pickle.dumps(far)).hint == deepcopy(far).hint == far.hint
     sharp = D.ask(keys[7], score=scores.Cosine(0.05))
     assert sharp.value == "row 7" and sharp.rows[0].weight > 0.9 and sharp.hint == ""
     assert qkv.Database({"Li": 1.0, "Hu": 2.0}).ask("Li").hint == ""

@@ -77,7 +77,7 @@ def expected_weights(case: Case, query: Any) -> np.ndarray:
         both = Characters().encode([query, *case.keys]).astype(float)
         scores = (8 + 1.6 * np.log(rows)) * (both[1:] @ both[0])
     elif case.kind == "vectors":
-        scores = np.array(case.keys) @ np.array(query) / np.sqrt(len(query))
+        scores = described_scores(case, query)
     else:
         as_numbers = days if case.kind == "dates" else np.atleast_1d
         key = np.array([as_numbers(k) for k in case.keys], float)
@@ -86,6 +86,17 @@ def expected_weights(case: Case, query: Any) -> np.ndarray:
         scores = -(((key - as_numbers(query)) / width) ** 2).sum(axis=1) / 2
     alpha = np.exp(scores - scores.max())
     return alpha / alpha.sum()
+
+
+def described_scores(case: Case, query: Any) -> np.ndarray:
+    """The score of vectors that `describe` reports."""
+    described = make_database(case).describe()["key"]
+    keys, query = np.array(case.keys, float), np.array(query, float)
+    if described["score"] == "gaussian":
+        differences = (keys - query) / np.array(described["bandwidth"])
+        return np.asarray(-(differences**2).sum(axis=1) / 2)
+    lengths = np.linalg.norm(keys, axis=1) * np.linalg.norm(query)
+    return np.asarray(keys @ query / lengths / described["temperature"])
 
 
 def days(day: datetime.date) -> np.ndarray:

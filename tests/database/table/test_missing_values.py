@@ -280,7 +280,10 @@ def test_a_key_that_is_a_vector_may_be_part_of_the_value():
     answer = made.ask(np.array([0.0, 9.0, 0.0]))
     assert answer.value["n"] == 2 and answer.missing == 0
     np.testing.assert_array_equal(answer.value["v"], [0, 1, 0])
-    assert made.describe() == {
+    described = made.describe()
+    assert described["v"].pop("score") == "cosine"
+    assert described["v"].pop("temperature") == pytest.approx(1 / np.log(6), rel=0.01)
+    assert described == {
         "v": {"type": "vector", "missing": 0},
         "n": {"type": "number", "missing": 1},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from qkv.database.errors import RowNotFoundError, StoreDamagedError
 from qkv.database.table import cells, columns, quantization
 from qkv.database.table.schema import ColumnData, Schema
 from qkv.database.table.view import TableView
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, QkvError
 from qkv.frameworks import threads
 from qkv.frameworks.ragged import DenseAndSparse, Ragged, concat_ragged, entry_positions
 from qkv.frameworks.stored_rows import RowChunk
@@ -35,9 +35,56 @@ def fit_encoder(encoder: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
     """
     fitted = encoder.fit(keys)
     has_learned = bool(fitted.arrays()) or fitted.settings() != encoder.settings()
-    # An encoder that is the identity learns only the width.
-    has_learned = has_learned and not fitted.is_identity
     return fitted, describe_encoder(fitted, len(keys) if has_learned else encoder.min_fit_keys // 2)
+
+
+def refit_metric(view: TableView, keys: Any, remove: Collection[int]) -> dict[str, Any] | None:
+    """Return new settings if vectors that no encoder changes need a new metric, else None.
+
+    They need one when their number has doubled since the last fit. `keys` are added, and the rows
+    with the ids `remove` are deleted.
+    """
+    if view.schema.key_kind != "vector" or not view.encoder.is_identity:
+        return None
+    count, fitted = len(view) + len(keys) - len(remove), view.setting_number("fitted")
+    encoder: Any = view.encoder
+    if count < 2 * fitted if fitted else encoder.metric is not None:
+        return None
+    try:
+        return estimate_metric(view, keys, remove)
+    except (QkvError, OSError):
+        return None  # rows that cannot be read must not prevent new rows
+
+
+def estimate_metric(
+    view: TableView, keys: Any = (), remove: Collection[int] = ()
+) -> dict[str, Any]:
+    """Return the settings with a metric for all rows but those with the ids `remove`, and `keys`.
+
+    The keys must be vectors that no encoder changes.
+    """
+    encoder: Any = view.encoder
+    count = len(view) + len(keys) - len(remove)
+    fitted = encoder.fit_metric(_sample_vectors(view, keys, remove), count)
+    # The counter makes a calibration for the old metric invalid.
+    encoded = {"encoded": view.setting_number("encoded") + 1}
+    return view.settings | describe_encoder(fitted, count) | encoded
+
+
+def _sample_vectors(view: TableView, keys: Any, remove: Collection[int]) -> np.ndarray:
+    """Return a sample of the vectors of all rows but those with the ids `remove`, and of `keys`."""
+    from qkv.database.encoders.arrays import to_float32_matrix
+    from qkv.database.encoders.neighbours import MAX_SAMPLED_KEYS, sample_positions
+
+    ids = view.ids[~np.isin(view.ids, list(remove))] if len(remove) else view.ids
+    at = sample_positions(len(ids) + len(keys), MAX_SAMPLED_KEYS)
+    old, new = at[at < len(ids)], at[at >= len(ids)] - len(ids)
+    return np.concatenate(
+        [
+            view.read_key_vectors(ids[old]) if len(old) else np.empty((0, view.encoder.width)),
+            *([to_float32_matrix(np.asarray(keys)[new])] if len(new) else []),
+        ]
+    )
 
 
 def describe_encoder(encoder: Encoder, keys: int) -> dict[str, Any]:

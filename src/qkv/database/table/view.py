@@ -153,6 +153,16 @@ class TableView:
     def _default_score(self) -> Score:
         return self.encoder.default_score(len(self))
 
+    def describe_metric(self) -> dict[str, Any]:
+        """Return the name and the numbers of the default score, as JSON values."""
+        from qkv import scores
+
+        score = self._default_score
+        numbers = {name: getattr(score, name) for name in type(score).number_fields}
+        return {"score": scores.NAMES.name_of(type(score))} | {
+            name: np.asarray(x).tolist() for name, x in numbers.items() if x is not None
+        }
+
     @cached_property
     def has_sparse_vectors(self) -> bool:
         """Whether the keys have sparse vectors in addition to dense vectors."""

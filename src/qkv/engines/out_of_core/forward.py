@@ -14,7 +14,7 @@ from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
 from qkv.engines.out_of_core.backward import choose_loops
-from qkv.engines.out_of_core.key_terms import load_key_terms
+from qkv.engines.out_of_core.key_terms import adapt_score, load_key_terms
 from qkv.engines.streaming import BlockPasses, compute_output
 from qkv.frameworks import get_framework
 from qkv.frameworks.ragged import DenseAndSparse
@@ -134,6 +134,7 @@ def _compute_weights(
 def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
     """Return s(q, kᵢ) for every row, (n, m), computed on all cores."""
     out = np.empty((len(query), rows.shape[0]), query.dtype)
+    score = adapt_score(rows, score, query.dtype)
     # Only user code needs the positions of a block.
     call = Call(query, rows.key, None, score, Weighting()) if has_user_code(score) else None
     form = score.dot_product_form(query, query[:1]) if score.is_linear else None

@@ -6,11 +6,29 @@ from typing import Any
 
 import numpy as np
 
+from qkv.frameworks.ragged import DenseAndSparse
 from qkv.frameworks.stored_rows import RowSpan, StoredRows
 from qkv.scores import Score
 
+SAMPLED_ROWS = 512
+"""The number of rows from which a score adapts to the keys."""
+
 UNUSABLE = np.inf
 """Marks rows whose block has no usable terms; NaN marks rows without computed terms."""
+
+
+def adapt_score(rows: StoredRows, score: Score, dtype: Any) -> Score:
+    """Return a score with the same numbers that is faster for these rows, if there is one.
+
+    A small table does not need it.
+    """
+    if type(score).adapt_to_keys is Score.adapt_to_keys or rows.shape[0] <= SAMPLED_ROWS:
+        return score
+    first = rows.first_chunk()
+    if first is None or isinstance(first.key, DenseAndSparse):
+        return score
+    sample = first.slice_rows(slice(0, SAMPLED_ROWS)).live_vectors()
+    return score.adapt_to_keys(sample.astype(dtype, copy=False)) if len(sample) else score
 
 
 def load_key_terms(
@@ -23,9 +41,13 @@ def load_key_terms(
     """
     if type(score).key_terms is Score.key_terms:
         return None
-    cache, signature = rows.key_terms_cache, (type(score), np.dtype(dtype))
+    cache, kind = rows.key_terms_cache, (type(score), np.dtype(dtype))
+    signature = *kind, score.key_terms_signature
     terms = cache.arrays.get(signature)
     if terms is None:
+        # Only one score of each class has its terms in the cache.
+        for other in [x for x in list(cache.arrays) if x[:2] == kind]:
+            cache.arrays.pop(other, None)
         terms = cache.arrays.setdefault(signature, np.full(cache.total, np.nan, dtype))
     at = cache.rows_of(span)
     part: np.ndarray = terms[at]
