@@ -91,3 +91,10 @@ def _strange(url: str) -> bool:
     if parts.scheme in ("file", "data", "blob", "about"):
         return False
     return parts.hostname not in LOCAL
+
+
+def fill_query(page: Any, text: str) -> None:
+    """Type a query into the view Your data, and wait until the page has answered it."""
+    page.get_by_test_id("data-query").fill(text)
+    answer = page.get_by_test_id("data-answer")
+    wait_until(answer.page, lambda: answer.get_attribute("data-query") == text)

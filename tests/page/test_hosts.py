@@ -14,6 +14,7 @@ from qkv.page import to_html
 from qkv.page.calls import run_call
 from qkv.page.heads import heads_view
 from qkv.serve.security import Access
+from tests.browser import fill_query
 from tests.page.jupyter import Lab
 from tests.page.test_sentence import numbers, softmax
 from tests.serve.conftest import serving
@@ -87,7 +88,7 @@ def data(at: Any) -> None:
         {"name": "gpa.csv", "mimeType": "text/csv", "buffer": CSV.encode()}
     )
     at.get_by_text("gpa: 4 rows").wait_for()
-    at.get_by_test_id("data-query").fill("3.55")
+    fill_query(at, "3.55")
     at.get_by_test_id("data-row-3-weight").wait_for()
     D: Any = qkv.Database(ROWS)
     for i, row in enumerate(D.ask(3.55).rows):

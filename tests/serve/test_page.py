@@ -20,7 +20,7 @@ from qkv.serve.app import create_app
 from qkv.serve.databases import DatabaseRegistry
 from qkv.serve.security import Access
 from qkv.serve.server import bind_socket
-from tests.browser import wait_until
+from tests.browser import fill_query, wait_until
 from tests.page import test_regression, test_scores, test_sentence
 from tests.serve.conftest import serving
 
@@ -86,7 +86,7 @@ def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) 
     early = next(books.rows(where="year < 1850"))["title"]
     page.get_by_test_id("data-first-0-title").filter(has_text=early).wait_for()
     page.get_by_test_id("data-where").fill("")
-    page.get_by_test_id("data-query").fill("Ulises")
+    fill_query(page, "Ulises")
     page.get_by_test_id("data-row-0-weight").wait_for()
     expected = own.databases["books"].database.ask("Ulises", top=10)
     assert page.get_by_test_id("data-value-found").inner_text() == expected.value
@@ -109,6 +109,30 @@ def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) 
     assert page.get_by_test_id("data-error").is_hidden()
 
 
+def test_a_new_table_is_asked_a_fuzzy_question(page: Any, tmp_path: Path) -> None:
+    to_html({"view": "data"}, tmp_path / "p.html")
+    page.goto((tmp_path / "p.html").as_uri())
+    answer = page.get_by_test_id("data-answer")
+    for name, csv, question, value in (
+        ("books", "id,title,year\nB-1,The Alchemist,1988\nB-2,Ulysses,1922\n", "B-1", None),
+        ("titles", "title,id,year\nThe Alchemist,B-1,\nUlysses,B-2,1922\n", "the alchmist", "B-1"),
+        ("pay", "gpa,salary\n3.1,70\n3.5,82\n", "3.3", "76"),
+    ):
+        page.get_by_test_id("data-file").set_input_files(
+            {"name": f"{name}.csv", "mimeType": "text/csv", "buffer": csv.encode()}
+        )
+        page.get_by_text(f"{name}: 2 rows").wait_for()
+        wait_until(page, lambda question=question: answer.get_attribute("data-query") == question)
+        assert page.get_by_test_id("data-query").input_value() == question
+        if value is not None:
+            assert value in page.get_by_test_id("data-value-found").inner_text()
+        assert page.get_by_test_id("data-first-1-" + csv.split(",")[0]).count() == 1
+        if name == "titles":
+            assert page.get_by_test_id("data-first-0-year").inner_text() == ""
+    fill_query(page, "3.4")
+    assert page.get_by_test_id("data-first-1-gpa").count() == 0
+
+
 def test_a_narrow_page_breaks_no_word_that_fits(page: Any, tmp_path: Path) -> None:
     to_html({"view": "data"}, tmp_path / "p.html")
     page.set_viewport_size({"width": 380, "height": 800})
@@ -117,7 +141,7 @@ def test_a_narrow_page_breaks_no_word_that_fits(page: Any, tmp_path: Path) -> No
     page.get_by_test_id("data-file").set_input_files(
         {"name": "books.csv", "mimeType": "text/csv", "buffer": csv.encode()}
     )
-    page.get_by_test_id("data-query").fill("a girl")
+    fill_query(page, "a girl")
     value = page.get_by_test_id("data-row-0-value")
     value.wait_for()
     lines = """it => {
@@ -137,7 +161,7 @@ def test_text_that_runs_from_right_to_left_is_laid_out_so(page: Any, tmp_path: P
         {"name": "words.csv", "mimeType": "text/csv", "buffer": csv.encode()}
     )
     query = page.get_by_test_id("data-query")
-    query.fill("שלום!")
+    fill_query(page, "שלום!")
     page.get_by_test_id("data-row-0-key").wait_for()
     left = """it => {
         const one = document.createRange(), text = it.firstChild, end = text.data.length;
@@ -171,11 +195,13 @@ def test_a_late_error_does_not_replace_a_newer_answer(page: Any, url: str) -> No
         "**/page/call/ask",
         lambda way: held.append(way) if "yaer" in way.request.post_data else way.continue_(),
     )
-    page.get_by_test_id("data-query").fill("Emma")
+    fill_query(page, "Emma")
+    answer = page.get_by_test_id("data-answer")
+    last = answer.get_attribute("data-request")
     page.get_by_test_id("data-where").fill("yaer < 1850")
     wait_until(page, lambda: held)
     page.get_by_test_id("data-where").fill("")
-    page.get_by_test_id("data-row-0-weight").wait_for()
+    wait_until(page, lambda: answer.get_attribute("data-request") != last)
     page.expected.append("422")
     held[0].continue_()
     wait_until(page, lambda: page.evaluate("window.refused"))
@@ -190,7 +216,7 @@ def test_an_error_for_a_limit_names_the_next_step(
     page.get_by_test_id("data-first-0-title").wait_for()
     monkeypatch.setattr(limits, "REQUEST_TIMEOUT_SECONDS", 0)
     page.expected.append("503")
-    page.get_by_test_id("data-query").fill("Emma")
+    fill_query(page, "Emma")
     page.get_by_test_id("data-error").filter(has_text="qkv.open(PATH)").wait_for()
 
 
@@ -210,7 +236,7 @@ def test_a_long_cell_leaves_space_for_the_others(page: Any, tmp_path: Path, serv
         first.wait_for()
         box = first.bounding_box()
         assert box["x"] + box["width"] < 1280
-        page.get_by_test_id("data-query").fill(text)
+        fill_query(page, text)
         key = page.get_by_test_id("data-row-0-key")
         key.wait_for()
         assert key.inner_text() == text.strip()  # all of it is there
@@ -252,10 +278,10 @@ def test_a_server_that_is_gone_is_reported(page: Any, url: str) -> None:
     page.get_by_test_id("data-first-0-title").wait_for()
     page.route("**/page/call/ask", lambda way: way.abort("connectionrefused"))
     page.expected.append("ERR_CONNECTION_REFUSED")
-    page.get_by_test_id("data-query").fill("Emma")
+    fill_query(page, "Emma")
     page.get_by_test_id("data-error").filter(has_text="the server does not answer").wait_for()
     page.unroute("**/page/call/ask")
-    page.get_by_test_id("data-query").fill("Ulysses")
+    fill_query(page, "Ulysses")
     page.get_by_test_id("data-row-0-weight").wait_for()
     assert page.get_by_test_id("data-error").is_hidden()
 
@@ -283,7 +309,7 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(
     page.get_by_text("my_students: 3 rows").wait_for()
     page.get_by_test_id("data-value").select_option("major")
     page.get_by_text("name → major").wait_for()
-    page.get_by_test_id("data-query").fill("Bo")
+    fill_query(page, "Bo")
     page.get_by_test_id("data-row-0-weight").wait_for()
     assert page.get_by_test_id("data-value-found").inner_text() == "law"
     database = own.databases["my_students"].database
@@ -291,7 +317,7 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(
     assert read_number(page, "data-row-0-weight") == pytest.approx(expected, rel=1e-4)
     page.get_by_test_id("data-key").select_option("year")
     page.get_by_text("year → major").wait_for()
-    page.get_by_test_id("data-query").fill("1.2")
+    fill_query(page, "1.2")
     page.get_by_test_id("data-row-0-key").wait_for()
     assert page.get_by_test_id("data-value-found").inner_text() == "art"
     assert own.databases["my_students"].database.info()["key"] == ["year"]
@@ -319,7 +345,7 @@ def test_a_folder_of_a_database_is_opened(
     page.get_by_test_id("tab-data").click()
     page.get_by_test_id("data-folder").set_input_files(tmp_path / "names.qkv")
     page.get_by_text("names: 2 rows").wait_for()
-    page.get_by_test_id("data-query").fill("Hu")
+    fill_query(page, "Hu")
     page.get_by_test_id("data-row-1-weight").wait_for()
     assert page.get_by_test_id("data-value-found").inner_text() == "Rachel"
     page.get_by_test_id("data-version").select_option("1")
@@ -332,14 +358,14 @@ def test_text_in_the_data_is_no_markup(page: Any, url: str) -> None:
     page.goto(url)
     title = page.title()
     page.get_by_test_id("tab-data").click()
-    page.get_by_test_id("data-query").fill(EVIL)
+    fill_query(page, EVIL)
     page.get_by_test_id("data-row-0-key").wait_for()
     assert page.get_by_test_id("data-row-0-key").inner_text() == EVIL
     assert page.get_by_test_id("data-value-found").inner_text() == EVIL
     page.get_by_test_id("data-file").set_input_files(
         {"name": f"{EVIL}.csv", "mimeType": "text/csv", "buffer": CSV.encode()}
     )
-    page.get_by_test_id("data-query").fill("Cy")
+    fill_query(page, "Cy")
     page.get_by_test_id("data-about").filter(has_text="3 rows").wait_for()
     page.get_by_test_id("data-row-0-key").wait_for()
     assert page.locator("img").count() == 0 and page.title() == title
@@ -387,7 +413,7 @@ def test_the_page_asks_for_a_token(page: Any, tmp_path: Path) -> None:
         page.get_by_label("Token").fill(TOKEN)
         page.get_by_role("button", name="Show the page").click()
         page.get_by_test_id("tab-data").click()
-        page.get_by_test_id("data-query").fill("Emma")
+        fill_query(page, "Emma")
         page.get_by_test_id("data-row-0-key").wait_for()
         assert page.get_by_test_id("data-row-0-key").inner_text() == "Emma"
         assert page.get_by_test_id("token-form").is_hidden()
@@ -402,14 +428,15 @@ def test_a_file_in_the_page_alone(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("data-file").set_input_files(
         {"name": "gpa.csv", "mimeType": "text/csv", "buffer": text.encode()}
     )
-    page.get_by_test_id("data-query").fill("3.55")
+    fill_query(page, "3.55")
     page.get_by_test_id("data-row-3-weight").wait_for()
     expected = qkv.Database([(3.1, 70), (3.5, 82), (3.6, 86), (4.0, 95)]).ask(3.55, top=10)
     for i, row in enumerate(expected.rows):
         assert read_number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, abs=1e-6)
     shown = float(page.get_by_test_id("data-value-found").inner_text())
     assert shown == pytest.approx(expected.value, rel=1e-4)
-    page.get_by_test_id("data-query").fill("much")
+    fill_query(page, "much")
     page.get_by_test_id("data-error").wait_for()
     assert "must be a number" in page.get_by_test_id("data-error").inner_text()
-    assert not page.get_by_test_id("data-row-0-weight").count()  # it was to another question
+    # The answer was to another question, so it is greyed.
+    assert page.get_by_test_id("data-answer").get_attribute("class") == "stale"

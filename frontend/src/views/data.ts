@@ -1,6 +1,7 @@
 /** The view Your data: open a file or a database of the server, choose its columns, and ask it. */
 
 import { formatBarWidth } from "../bars";
+import { suggestQuestion } from "../data/question";
 import { type TableInfo, type TableAnswer, type Row, createLocalSource, createRemoteSource } from "../data/source";
 import { clipText, formatFixed, h, createField, replaceChildren, createSelect } from "../dom";
 import { MAX_LARGE_FONT_LETTERS, formatCount, formatPercent, formatOneLine, formatValue } from "../numbers";
@@ -32,6 +33,8 @@ const STORAGE_NOTES = {
   server: "The server keeps it in memory until it stops.",
   file: "It stays in this page and is not uploaded.",
 };
+/** A cell of one word with at most this many letters, such as an id, stays on one line. */
+const MAX_WORD_LETTERS = 24;
 /** Longest cell that is used as an example of a query. */
 const MAX_EXAMPLE_LETTERS = 40;
 /** Larger files take noticeable time to read. */
@@ -54,6 +57,8 @@ const STYLE = `
 .data .value.long { font-size: 1.1rem; line-height: 1.4; }
 .data .first .clip { min-width: 18rem; max-width: 40rem; }
 .data td.wide { overflow-wrap: anywhere; min-width: 6.5rem; }
+.data td.word { white-space: nowrap; }
+.data .stale { opacity: 0.4; }
 .data .controls { align-items: start; }
 .data .first td { vertical-align: top; }
 .data input::placeholder { font-weight: 400; color: var(--soft); }
@@ -71,6 +76,13 @@ function createFileButton(label: string, text: string, input: HTMLInputElement, 
   input.replaceWith(box);
   box.append(input, h("span", { class: "face", "aria-hidden": "true" }, text));
   return field;
+}
+
+/** A cell of a table: empty if it is missing. */
+function createCell(cell: unknown, test: string): HTMLElement {
+  const text = cell === null || cell === undefined ? "" : formatValue(cell);
+  const isWord = text.length <= MAX_WORD_LETTERS && !/\s/.test(text);
+  return h("td", { class: isWord ? "word" : "wide", test }, clipText(text));
 }
 
 /** The first few row numbers as text. */
@@ -96,10 +108,13 @@ export const view: View = {
     let currentTable: TableInfo | null = source.tables[0] ?? null;
     let [isRemoved, lastRequest] = [false, 0];
     let timer: ReturnType<typeof setTimeout> | undefined;
+    /** The question that the page asks of a new table; the first rows are shown with it. */
+    let suggestedQuery = "";
 
     const errorText = h("p", { class: "error", role: "alert", test: "data-error", hidden: true });
     const tableNote = h("p", { class: "note", test: "data-about" });
     const answerSection = h("section", { "aria-label": "Answer", test: "data-answer" });
+    const firstRowsSection = h("section", { "aria-label": "First rows", test: "data-first-rows" });
     const columnControls = h("div", { class: "controls" });
     const tableControls = h("div");
     const createInput = (test: string, props = {}) =>
@@ -133,24 +148,32 @@ export const view: View = {
         const table = currentTable;
         lastRequest += 1;
         const requestNumber = lastRequest;
-        if (!table) return replaceChildren(answerSection);
+        const sections = [answerSection, firstRowsSection];
+        if (!table) return sections.forEach((section) => replaceChildren(section));
         const selection = { where: where.value, at: version?.value ? Number(version.value) : null };
-        const handleFailure = (error: unknown) => {
-          if (requestNumber !== lastRequest) return null;
-          replaceChildren(answerSection); // the visible answer belongs to another query
+        const isOutdated = () => isRemoved || requestNumber !== lastRequest;
+        const queryText = query.value;
+        const [hasQuery, hasPreview] = [queryText.trim() !== "", [suggestedQuery, ""].includes(queryText.trim())];
+        try {
+          const request = { query: queryText, score: score.value, weighting: weighting.value, ...selection };
+          const result = hasQuery ? await source.askTable(table, request) : null;
+          const firstRows = hasPreview ? await source.readRows(table, selection) : null;
+          if (isOutdated()) return;
+          sections.forEach((section) => section.classList.remove("stale"));
+          if (result) drawAnswer(result, table);
+          else replaceChildren(answerSection);
+          if (firstRows) drawFirstRows(firstRows, table);
+          else replaceChildren(firstRowsSection);
+          if (!result) return;
+          const value = formatValue(result.value);
+          context.announce(result.rows.length ? `${value}. ${formatOneLine(result.rows[0].key)} has ${formatPercent(result.rows[0].weight)} of the weight.` : "No row matches the query.");
+        } catch (error) {
+          if (isOutdated()) return;
+          sections.forEach((section) => section.classList.add("stale")); // they belong to another query
           throw error;
-        };
-        if (query.value.trim() === "") {
-          const firstRows = await source.readRows(table, selection).catch(handleFailure);
-          if (firstRows && !isRemoved && requestNumber === lastRequest) drawFirstRows(firstRows, table);
-          return;
+        } finally {
+          if (!isOutdated()) Object.assign(answerSection.dataset, { query: queryText, request: String(requestNumber) });
         }
-        const request = { query: query.value, score: score.value, weighting: weighting.value, ...selection };
-        const result = await source.askTable(table, request).catch(handleFailure);
-        if (!result || isRemoved || requestNumber !== lastRequest) return;
-        drawAnswer(result, table);
-        const value = formatValue(result.value);
-        context.announce(result.rows.length ? `${value}. ${formatOneLine(result.rows[0].key)} has ${formatPercent(result.rows[0].weight)} of the weight.` : "No row matches the query.");
       });
 
     const drawAnswer = (result: TableAnswer, table: TableInfo) => {
@@ -176,8 +199,8 @@ export const view: View = {
                 {},
                 h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, formatFixed(row.weight)),
                 h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: formatBarWidth(row.weight) } }))),
-                h("td", { class: "wide", test: `data-row-${i}-key` }, clipText(formatValue(row.key))),
-                h("td", { class: "wide", test: `data-row-${i}-value` }, clipText(formatValue(row.value))),
+                createCell(row.key, `data-row-${i}-key`),
+                createCell(row.value, `data-row-${i}-value`),
               ),
             ),
           ),
@@ -186,7 +209,7 @@ export const view: View = {
       );
     };
 
-    /** Without a query: shows the first rows, and an example of a query. */
+    /** Shows the first rows, and an example of a query. */
     const drawFirstRows = (firstRows: Row[], table: TableInfo) => {
       const pickCells = (row: Row, names: string[]) => names.map((name) => row[name]);
       const [example] = firstRows.map((row) => formatValue(pickCells(row, table.key)));
@@ -194,7 +217,7 @@ export const view: View = {
       if (firstRows.length) where.placeholder = suggestCondition(firstRows, table.columns);
       const shownColumns = [...table.key, ...table.value];
       replaceChildren(
-        answerSection,
+        firstRowsSection,
         h("p", { class: "note" }, firstRows.length ? `First ${firstRows.length === 1 ? "row" : `${firstRows.length} rows`}:` : "No rows match."),
         firstRows.length > 0 &&
           h(
@@ -207,7 +230,7 @@ export const view: View = {
               h(
                 "tbody",
                 {},
-                ...firstRows.map((row, i) => h("tr", {}, ...shownColumns.map((name) => h("td", { class: row[name] === null ? "note" : undefined, test: `data-first-${i}-${name}` }, clipText(formatValue(row[name])))))),
+                ...firstRows.map((row, i) => h("tr", {}, ...shownColumns.map((name) => createCell(row[name], `data-first-${i}-${name}`)))),
               ),
             ),
           ),
@@ -218,11 +241,20 @@ export const view: View = {
       where.value = ""; // it refers to columns of the previous table
       void openTable(source.tables.find((candidate) => candidate.name === name)!);
     };
+    /** Asks a first question of a table that was just opened, if the query is empty or the last suggestion. */
+    const suggestQuery = async (table: TableInfo) => {
+      if (query.value.trim() !== suggestedQuery) return;
+      const firstRows = table.key.length === 1 ? await source.readRows(table, { where: "", at: null }) : [];
+      if (isRemoved || currentTable !== table || query.value.trim() !== suggestedQuery) return;
+      query.value = suggestedQuery = suggestQuestion(firstRows.map((row) => row[table.key[0]]));
+      if (query.matches(":focus")) query.select(); // the next letter replaces it
+    };
     /** Opens a table and redraws the controls for it. */
     const openTable = (table: TableInfo | null) =>
       runAction(async () => {
         currentTable = table;
         replaceChildren(answerSection);
+        replaceChildren(firstRowsSection);
         replaceChildren(
           tableControls,
           source.tables.length
@@ -258,6 +290,7 @@ export const view: View = {
           source.supportsConditions && createField("Only rows where", where, "a condition in Python’s syntax, with and, or, in"),
           version && createField("Version", version),
         );
+        await suggestQuery(table);
         await showAnswer();
       });
 
@@ -326,6 +359,7 @@ export const view: View = {
       h("div", { class: "query" }, createField("Query", query)),
       errorText,
       answerSection,
+      firstRowsSection,
     );
     container.append(element);
     void openTable(currentTable);

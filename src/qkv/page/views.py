@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ Descriptor = dict[str, Any]
 VIEW_NAMES = ("database", "data", "sentence", "regression", "scores", "model")
 VIEWS_WITH_SCORES = ("database", "data", "scores")
 """Views in which a reader chooses among all registered scores and weightings."""
+
+MAX_KEYS_TO_ASK = 10
+"""The first keys of a database, among which the page looks for a question."""
+
+MAX_QUESTION_LETTERS, MIN_WORD_LETTERS = 40, 5
+"""The longest key that becomes a question, and the shortest word that loses a letter."""
 
 MAX_ROWS = 500
 """Rows of a database that the page holds; the heaviest ones of a larger database."""
@@ -68,13 +76,43 @@ def build_views(shown: Any) -> list[Descriptor]:
 
 
 def database_view(shown: Any) -> Descriptor:
-    """Return the view of a database, with its first key as the query."""
+    """Return the view of a database, with a question that is similar to one of its keys."""
     title = "database" if shown.path is None else Path(shown.path).stem
-    first = next(iter(shown), None)
-    if first is None:
+    keys = list(islice(iter(shown), MAX_KEYS_TO_ASK))
+    if not keys:
         data = {"rows": [], "query": "", "registered": list_registered()}
         return {"view": "database", "title": title, "data": data}
-    return {**answer_view(shown.ask(first)), "title": title}
+    return {**answer_view(shown.ask(suggest_question(keys))), "title": title}
+
+
+def suggest_question(keys: Sequence[Any]) -> Any:
+    """Return a query that is similar to a key but equal to none, or else the first key.
+
+    For text, the longest word of a key loses its middle letter. For numbers, it is a number between
+    two keys.
+
+    >>> suggest_question(["Emma", "The Alchemist"]), suggest_question([3, 40])
+    ('the alchmist', 21.5)
+    """
+    numbers = (
+        [x for x in dict.fromkeys(keys) if isinstance(x, int | float)] if _are_cells(keys) else []
+    )
+    if len(numbers) > 1:
+        return float(f"{(numbers[0] + numbers[1]) / 2:.6g}")
+    for key in keys:
+        if isinstance(key, str) and len(key) <= MAX_QUESTION_LETTERS:
+            words = key.split()
+            longest = max(words, key=len, default="")
+            if len(longest) >= MIN_WORD_LETTERS and longest.isalpha():
+                middle = len(longest) // 2
+                misspelled = longest[:middle] + longest[middle + 1 :]
+                return " ".join(misspelled if x == longest else x for x in words).lower()
+    return keys[0]
+
+
+def _are_cells(keys: Sequence[Any]) -> bool:
+    """Return whether the keys are numbers or text, and not vectors, tuples or other objects."""
+    return all(isinstance(x, int | float | str) and not isinstance(x, bool) for x in keys)
 
 
 def answer_view(answer: Answer) -> Descriptor:
