@@ -11,7 +11,7 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 import numpy as np
 
 from qkv import scores
-from qkv.engines import linear, native, plan_cache, sharded, streaming
+from qkv.engines import linear, native, plan_cache, sharded, streaming, user_code
 from qkv.engines.call import Call, check_best_scores_finite, pack_results
 from qkv.engines.choice import EngineChoice, EngineName, Explanation, WarmupReport, choose_engine
 from qkv.engines.dropout import draw_seed
@@ -175,6 +175,13 @@ def attend(
         lse=return_lse,
         weights=return_weights,
     )
+    if signature is None and engine is None:
+        evaluated = user_code.evaluate_functions(call)
+        if evaluated is not None:
+            formula: Any = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
+            formula |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
+            returned: Any = {"return_lse": return_lse, "return_weights": return_weights}
+            return attend(query, key, value, **formula, **returned)
     arguments = (query, key, value, score, weighting, mask, seed)
     return plan_cache.run_first_call(
         call, choose_engine(call, engine), None if plan else signature, arguments
@@ -212,6 +219,11 @@ def weights(
     if alpha is not None:
         return alpha
     call = build_call(query, key, None, score, weighting, mask, dropout_p, seed, weights=True)
+    if signature is None:
+        evaluated = user_code.evaluate_functions(call)
+        if evaluated is not None:
+            options: Any = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
+            return weights(query, key, **options, dropout_p=dropout_p, seed=seed)
     first: A = plan_cache.run_first_call(
         call, choose_engine(call), None if plan else signature, arguments
     )

@@ -185,3 +185,166 @@ def test_a_learned_bandwidth_of_a_plan(chosen):
         actual = jax.value_and_grad(call)(jnp.asarray(width))
         want = jax.value_and_grad(call)(jnp.asarray(width), "dense")
         np.testing.assert_allclose(actual, want, atol=1e-9, rtol=1e-9)
+
+
+# Functions of the caller
+
+
+class Scaled:
+    """A callable object with an array that is replaced."""
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        return query @ self.w @ key.mT
+
+
+class ScaledScore(scores.Score):
+    """A score that is no dataclass, so no plan can be cached for it."""
+
+    w: Any = None
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        return query @ self.w @ key.mT
+
+
+FUNCTIONS: dict[str, Any] = {
+    "score": lambda c: {"score": lambda q, k: jnp.tanh(q @ k.mT) * c},
+    "modified": lambda c: {
+        "score": scores.Modified("dot", lambda s, b, h, i, j: s * c - 0.1 * abs(i - j) * (h + 1))
+    },
+    "modified function": lambda c: {
+        "score": scores.Modified(lambda q, k: q @ k.mT * c, lambda s, b, h, i, j: s + b)
+    },
+    "mask": lambda c: {"mask": masks.custom(lambda b, h, i, j: (i - j) % 3 < c + h)},
+    "part of a mask": lambda c: {
+        "mask": masks.causal & ~masks.custom(lambda b, h, i, j: i - j == c) & masks.lengths([60])
+    },
+    "both": lambda c: {
+        "score": lambda q, k: q @ k.mT * c,
+        "mask": masks.custom(lambda b, h, i, j: i >= j) & masks.array(draw(70, 90)),
+        "weighting": weightings.Entmax(1.3),
+    },
+    "reads values": lambda c: {"score": lambda q, k: q @ k.mT * (c if float(q.sum()) else 0.0)},
+    "with dropout": lambda c: {
+        "score": lambda q, k: q @ k.mT * c,
+        "dropout_p": 0.3,
+        "seed": 2,
+        "mask": "causal",
+    },
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("transform", ["call", "grad", "jvp", "vmap of grad", "grad of grad"])
+def test_a_function_runs_as_it_is_and_the_rest_has_a_plan(transform, kind, chosen):
+    if kind == "reads values" and "vmap" in transform:
+        pytest.skip("vmap gives no values")
+    q, k, v = (x[None] for x in three())
+    inputs = [x[:, None] for x in (q, k[:, :1], v)] if "vmap" in transform else [q, k[:, :1], v]
+    for c in (1, 2, 1):
+        options = FUNCTIONS[kind](c)
+        chosen.clear()
+        actual = TRANSFORMS[transform](partial(qkv.attend, **options))(*inputs)
+        assert not chosen or c == 1
+        want = TRANSFORMS[transform](partial(qkv.attend, **options, engine="dense"))(*inputs)
+        for a, b in zip(*map(jax.tree.leaves, (actual, want)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledScore])
+def test_an_array_of_a_callable_is_replaced_and_gets_its_gradient(kind, chosen):
+    inputs, score = three(), kind.__new__(kind)
+
+    def call(w: Any, engine: str | None = None) -> Any:
+        object.__setattr__(score, "w", w)
+        return jnp.sum(jnp.sin(qkv.attend(*inputs, score=score, engine=engine)))
+
+    for seed in range(3):
+        chosen.clear()
+        actual = jax.value_and_grad(call)(draw(4, 4, seed=seed))
+        assert seed == 0 or not chosen
+        want = jax.value_and_grad(call)(draw(4, 4, seed=seed), "dense")
+        for a, b in zip(*map(jax.tree.leaves, (actual, want)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+def test_a_function_runs_once_in_every_call():
+    seen: list[Any] = []
+
+    def score(q, k):
+        seen.append(q.shape)
+        return q @ k.mT
+
+    for count in range(3):
+        qkv.attend(*three(), score=score)
+        qkv.weights(*three()[:2], score=score)
+        if not count:
+            seen.clear()  # the first call also measures what the function holds
+    assert seen == [(2, 70, 4)] * 4
+
+
+def test_a_masked_nan_does_not_reach_a_function_of_the_caller():
+    q, k, v = three(20, 20)
+    k, v = k.at[:, 15].set(jnp.nan), v.at[:, 15].set(jnp.nan)
+    for mask in (masks.lengths([15, 15]), masks.custom(lambda b, h, i, j: j < 15)):
+        options = {"score": lambda q, k: q @ k.mT, "mask": mask}
+        want = qkv.attend(q, k[:, :15], v[:, :15], score="dot")
+        np.testing.assert_allclose(qkv.attend(q, k, v, **options), want, atol=1e-12)
+        slope = jax.grad(loss(partial(qkv.attend, **options)), (0, 1, 2))(q, k, v)
+        assert all(np.isfinite(x).all() for x in slope)
+
+
+def test_all_results_of_a_function(chosen):
+    inputs = three()
+    options = {"score": lambda q, k: q @ k.mT, "return_lse": True, "return_weights": True}
+    for _ in range(2):
+        chosen.clear()
+        actual = qkv.attend(*inputs, **options)
+    assert not chosen
+    for a, b in zip(actual, qkv.attend(*inputs, **options, engine="dense"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+    alpha = qkv.weights(*inputs[:2], score=options["score"])
+    np.testing.assert_allclose(alpha, actual[2], atol=1e-12)
+
+
+def test_a_function_receives_16_bits_as_float32():
+    kinds = []
+
+    def score(q, k):
+        kinds.append(str(q.dtype))
+        return q @ k.mT
+
+    inputs = [x.astype("bfloat16") for x in three()]
+    out = qkv.attend(*inputs, score=score)
+    want = qkv.attend(*(x.astype("float64") for x in inputs), score="dot")
+    assert out.dtype == "bfloat16" and kinds[-1] == "float32"
+    np.testing.assert_allclose(out.astype("float64"), want, atol=0.03)
+
+
+def test_a_function_that_is_wrong_is_refused():
+    inputs = three()
+    for _ in range(2):
+        with pytest.raises(qkv.QkvError, match="must take"):
+            qkv.attend(*inputs, score=lambda q: q)
+        with pytest.raises(qkv.QkvError, match=r"returned shape \(2, 90, 70\)"):
+            qkv.attend(*inputs, score=lambda q, k: k @ q.mT)
+        with pytest.raises(qkv.QkvError, match="must return booleans"):
+            qkv.attend(*inputs, mask=masks.custom(lambda b, h, i, j: i - j))
+        with pytest.raises(ZeroDivisionError):
+            qkv.attend(*inputs, score=lambda q, k: 1 / 0)
+
+
+def test_a_large_call_runs_its_function_in_compiled_blocks(monkeypatch):
+    from qkv.engines import user_code
+
+    inputs = three()
+    score = lambda q, k: jnp.tanh(q @ k.mT)  # noqa: E731
+    want = qkv.attend(*inputs, score=score)
+    assert qkv.explain(*inputs, score=score).engine == "dense"
+    monkeypatch.setattr(user_code, "MAX_EVALUATED_NUMBERS", 100)
+    monkeypatch.setattr(qkv.engines.streaming, "MAX_DENSE_NUMBERS", 100)
+    assert qkv.explain(*inputs, score=score).engine == "streaming"
+    np.testing.assert_allclose(qkv.attend(*inputs, score=score), want, atol=1e-12)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from qkv import masks, scores
 from qkv.engines import call as calls
-from qkv.engines import dense
+from qkv.engines import dense, user_code
 from qkv.engines.call import Call
 from qkv.engines.out_of_core.backward import (
     SavedScores,
@@ -30,6 +30,7 @@ from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.stored_rows import RowSpan, RowSpans, UnreadArray, to_framework_array
 from qkv.scores import user_functions
+from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, Arrays, Gradients, LiveMask, MergeFunction, Span
@@ -84,6 +85,13 @@ def unsupported_reason(call: Call) -> str | None:
 
 def slower_reason(call: Call) -> str | None:
     numbers = math.prod(call.lead) * call.n * call.m * numbers_per_pair(call)
+    if isinstance(call.score, EvaluatedScore):
+        return "the scores of the whole matrix exist already"
+    if user_code.evaluates_scores(call):
+        return (
+            f"outside jit, {call.fw.name} would compile the function of the score in every call; "
+            "dense calls it once, on the whole matrix"
+        )
     if call.fw.is_traced(call.query) and not call.fw.needs_equal_spans:
         return "a traced graph would contain every block; dense is shorter and fits any length"
     if numbers <= MAX_DENSE_NUMBERS:

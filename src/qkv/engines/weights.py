@@ -16,6 +16,7 @@ from qkv.engines.call import Call, ensure_seed
 from qkv.engines.native.softmax_dot import not_softmax_dot_reason
 from qkv.frameworks import tree
 from qkv.frameworks.base import Tiling
+from qkv.scores.functions import EvaluatedScore
 from qkv.util.types import Array, Arrays, Gradients, Span
 
 NAME = "weights"
@@ -132,6 +133,8 @@ def _run_from_lse(call: Call) -> tuple[Array, Array] | None:
 
 def _query_spans(call: Call) -> list[Span]:
     fw = call.fw
+    if isinstance(call.score, EvaluatedScore):
+        return [Span(0, call.n)]
     if streaming.unsupported_reason(call) or (
         fw.is_traced(call.query) and not fw.needs_equal_spans
     ):

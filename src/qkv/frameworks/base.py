@@ -89,6 +89,8 @@ class Framework:
     """Whether the spans of keys of all queries come from one grid: two are equal or disjoint."""
     compiles_calls = False
     """Whether `compile_function` compiles the plans of calls."""
+    has_immutable_arrays = False
+    """Whether nothing can write to an array."""
     supports_masked_gather = False
     """Whether `masked_gather` works: the shape of its result depends on values."""
 

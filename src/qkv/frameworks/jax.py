@@ -7,6 +7,7 @@ Scores, weightings and masks are pytrees with their arrays as leaves. So `jax.ji
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from qkv.frameworks.base import (
     Tiling,
 )
 from qkv.frameworks.jax_jacobian import jvp_from_vjp
+from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
 
 
@@ -47,7 +49,7 @@ class Jax(Framework):
     name = "jax"
     xp = jnp
     has_gradients = True
-    needs_equal_spans = needs_disjoint_spans = compiles_calls = True
+    needs_equal_spans = needs_disjoint_spans = compiles_calls = has_immutable_arrays = True
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x.astype("float32") if self.dtype_name(x) == "bfloat16" else x)
@@ -223,6 +225,22 @@ class Jax(Framework):
 
         return call_with_captured, tuple(traced.consts)
 
+    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
+        code = getattr(function, "__code__", type(function))  # may be a new lambda in each call
+        signature = code, query.shape, key.shape, str(query.dtype)
+        numbers = _PAIR_NUMBERS.get(signature, 0)
+        if numbers == 0:
+            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key)]
+            try:
+                traced = jax.make_jaxpr(function)(*like).jaxpr
+            except Exception:  # the function reads values, or fails in its own way
+                numbers = None
+            else:
+                pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+                numbers = -(-_largest_array(traced) // max(pairs, 1))
+            insert_bounded(_PAIR_NUMBERS, signature, numbers, MAX_PAIR_NUMBERS_ENTRIES)
+        return numbers
+
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         return jax.vjp(function, *args)  # type: ignore[return-value]
 
@@ -258,6 +276,22 @@ class Jax(Framework):
         # over processes. Mark all leaves as varying, and JAX transposes that step itself.
         axes = _all_varying_axes(leaves)
         return run_forward(*(_mark_varying(x, axes) for x in leaves))
+
+
+_PAIR_NUMBERS: dict[Any, int | None] = create_table("frameworks.jax_pair_numbers")
+MAX_PAIR_NUMBERS_ENTRIES = 256
+
+
+def _largest_array(traced: Any) -> int:
+    """Return the numbers in the largest array that a jaxpr computes, or those inside it."""
+    inner = [
+        getattr(x, "jaxpr", x)
+        for equation in traced.eqns
+        for x in equation.params.values()
+        if hasattr(getattr(x, "jaxpr", x), "eqns")
+    ]
+    own = [math.prod(x.aval.shape) for equation in traced.eqns for x in equation.outvars]
+    return max((*own, *map(_largest_array, inner)), default=1)
 
 
 def _untraced_array(x: Array) -> Array | None:

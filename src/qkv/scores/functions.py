@@ -58,7 +58,10 @@ class Modified(Score):
 
     def score_block(self, query: Array, key: Array, block: Block) -> Array:
         """Return the scores of a block, with its positions in the whole call."""
-        s = evaluate_block(self.score, query, key, block)
+        return self.modify(evaluate_block(self.score, query, key, block), query, key, block)
+
+    def modify(self, s: Array, query: Array, key: Array, block: Block) -> Array:
+        """Return the scores s of a block after `score_mod`."""
         at = block.b, block.h, block.q, block.k
         out = call_user_function(
             self.score_mod, s, *at, takes=f"score_mod must take {SCORE_MOD_SIGNATURE}"
@@ -85,6 +88,23 @@ class HoistedScore(Score):
         return self.function(query, key, block.q[:1, 0], block.k[0, :1], *self.captured)
 
 
+@dataclass(frozen=True)
+class EvaluatedScore(Score):
+    """Scores of a whole call that exist already, as an array (…, n, m)."""
+
+    values: Array
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        return self.values
+
+    def score_block(self, query: Array, key: Array, block: Block) -> Array:
+        fw = get_framework(self.values)
+        return fw.slice_span(fw.slice_span(self.values, block.rows, -2), block.cols, -1)
+
+    def check_shapes(self, query: Shape, key: Shape) -> None:
+        """Accept all shapes: the function that computed the scores has compared them."""
+
+
 def hoist_score(score: Score, query: Array, key: Array, block: Block, make_block: Any) -> Score:
     """Return a `HoistedScore` with the arrays that the functions of the score capture.
 
@@ -106,7 +126,7 @@ def evaluate_block(
 
     `key_terms` are those of the keys, if they are known.
     """
-    if isinstance(score, Modified | HoistedScore):
+    if isinstance(score, Modified | HoistedScore | EvaluatedScore):
         return score.score_block(query, key, block)
     if key_terms is not None:
         return score.score_with_key_terms(query, key, key_terms)
@@ -116,7 +136,9 @@ def evaluate_block(
 def has_user_code(score: Any) -> bool:
     """Return whether a user's function computes the scores."""
     inner = getattr(score, "score", None)
-    return isinstance(score, UserScore | Modified) or (inner is not None and has_user_code(inner))
+    return isinstance(score, UserScore | Modified | EvaluatedScore) or (
+        inner is not None and has_user_code(inner)
+    )
 
 
 def user_functions(score: Any) -> list[Callable[..., Any]]:

@@ -1,0 +1,167 @@
+"""Functions of the caller, on a framework that compiles calls (JAX outside `jit`).
+
+A function is no cache key: what it captures may change between two calls. If JAX compiled it, every
+call would compile again. So it runs as it is, once, on the whole matrix. Its scores and booleans
+are arguments of a compiled plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qkv.engines import call as calls
+from qkv.engines.call import Call
+from qkv.frameworks import tree
+from qkv.frameworks.base import Framework
+from qkv.frameworks.stored_rows import UnreadArray
+from qkv.masks import Mask
+from qkv.masks.base import ArrayMask, CompoundMask
+from qkv.scores import Constant, Modified, Score, evaluate_block
+from qkv.scores.functions import EvaluatedScore
+from qkv.scores.user_score import UserScore
+from qkv.util.caches import create_table, insert_bounded
+from qkv.util.types import Array, Block, Span
+from qkv.weightings import Softmax
+
+MAX_EVALUATED_NUMBERS = 2**26
+"""The most numbers that a function may hold at once. More are computed in compiled blocks."""
+
+MAX_CACHED_FUNCTIONS = 64
+
+_PREPARATIONS: dict[Hashable, Callable[..., Any]] = create_table("engines.user_code_preparations")
+
+
+def evaluates_functions(call: Call) -> bool:
+    """Return whether `evaluate_functions` runs the functions of this call."""
+    fw = call.fw
+    if not fw.compiles_calls or call.at is not None or isinstance(call.key, UnreadArray):
+        return False
+    if call.has_unknown_length or fw.has_empty_axis((*call.lead, call.n, call.m)):
+        return False
+    in_score = not (isinstance(call.score, EvaluatedScore) or _has_signature(fw, call.score))
+    if not in_score and (call.rule is None or _has_signature(fw, call.rule)):
+        return False
+    if any(fw.is_compiling(x) for x in tree.array_leaves(fw, call)):
+        return False
+    if call.exceeds_float32 or call.may_exceed_float64:
+        return False
+    pairs = math.prod(call.lead) * call.n * call.m
+    return pairs * (_numbers_per_pair(call) if in_score else 1) <= MAX_EVALUATED_NUMBERS
+
+
+def evaluates_scores(call: Call) -> bool:
+    """Return whether `evaluate_functions` computes the scores of this call."""
+    has_function = call.fw.compiles_calls and not _has_signature(call.fw, call.score)
+    return has_function and evaluates_functions(call)
+
+
+def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
+    """Return the score and the rule with arrays in place of the results of the caller's functions.
+
+    None if the call has no function, or if it must run in blocks.
+    """
+    if not evaluates_functions(call):
+        return None
+    fw, score, rule = call.fw, call.score, call.rule
+    with fw.compute_context():
+        if rule is not None:
+            rule = rule.with_arrays_like(call.query)
+        if rule is not None and not _has_signature(fw, rule):
+            rule = _evaluate_rule(fw, rule, _prepare(replace(call, rule=None)).block)
+        if not _has_signature(fw, score):
+            score = EvaluatedScore(_evaluate_score(replace(call, rule=rule)))
+    return score, rule
+
+
+@dataclass
+class _Prepared:
+    """What the functions of a call receive; `inner` are the scores that a `score_mod` changes."""
+
+    query: Array
+    key: Array
+    block: Block
+    inner: Array | None
+
+
+def _evaluate_score(call: Call) -> Array:
+    fw, score = call.fw, call.score
+    inner = score.score if isinstance(score, Modified) else None
+    has_inner = inner is not None and _has_signature(fw, inner)
+    ready = _prepare(call, inner if has_inner else None)
+    if isinstance(score, Modified) and ready.inner is not None:
+        s = score.modify(ready.inner, ready.query, ready.key, ready.block)
+    else:
+        s = evaluate_block(score, ready.query, ready.key, ready.block)
+    return fw.astype(s, fw.dtype_name(ready.query))
+
+
+def _evaluate_rule(fw: Framework, rule: Mask, block: Block) -> Mask:
+    """Return the rule with an array in place of each part that has no signature."""
+    if _has_signature(fw, rule):
+        return rule
+    if isinstance(rule, CompoundMask):
+        return type(rule)(*(_evaluate_rule(fw, part, block) for part in rule.operand_masks))
+    allowed = rule.allowed_pairs(block)
+    if allowed is None:
+        allowed = block.q == block.q
+    return ArrayMask(allowed, is_bias=False)
+
+
+def _prepare(call: Call, inner: Score | None = None) -> _Prepared:
+    """Return the arguments of the caller's functions, from one compiled function.
+
+    Masked keys and queries are 0. Heads are repeated. 16-bit arrays are float32.
+    """
+    fw = call.fw
+    plain = Call(call.query, call.key, None, inner or Constant(), Softmax(), call.rule)
+
+    def compute(*leaves: Array) -> tuple[Any, ...]:
+        with fw.compute_context():
+            fresh = tree.replace_arrays(fw, template, leaves).upcast()
+            block = calls.make_block(fresh)
+            live = calls.compute_live_pairs(fresh, block)
+            query = calls.zero_masked_queries(fresh, fresh.query, live)
+            key = calls.repeat_shared_heads(fresh, calls.zero_masked_rows(fresh, fresh.key, live))
+            s = None if inner is None else evaluate_block(fresh.score, query, key, block)
+            return query, key, (block.b, block.h, block.q, block.k), s
+
+    leaves = tree.array_leaves(fw, plain)
+    if plain.rule is not None and tree.has_foreign_arrays(fw, plain.rule):
+        template = plain
+        query, key, at, s = compute(*leaves)
+    else:
+        signature = tree.record_signature(fw, (plain.query, plain.key, plain.score, plain.rule))
+        function = _PREPARATIONS.get(signature)
+        if function is None:
+            template = tree.map_arrays(fw, fw.without_data, plain)
+            function = fw.compile_function(compute)
+            assert function is not None
+            insert_bounded(_PREPARATIONS, signature, function, MAX_CACHED_FUNCTIONS)
+        query, key, at, s = function(*leaves)
+    positions = dict(zip("bhqk", at, strict=True))
+    block = Block(
+        Span(0, call.n), Span(0, call.m), call.n, call.m, positions.__getitem__, len(call.lead)
+    )
+    return _Prepared(query, key, block, s)
+
+
+def _has_signature(fw: Framework, record: Any) -> bool:
+    """Return whether plans can be cached for a score or a rule."""
+    try:
+        tree.record_signature(fw, record)
+    except tree.UncacheableError:
+        return False
+    return True
+
+
+def _numbers_per_pair(call: Call) -> int:
+    """Return how many numbers the score holds at once for each query and key."""
+    width = call.fw.static_shape(call.key)[-1]
+    if not isinstance(call.score, UserScore):
+        return call.score.numbers_per_pair(width)
+    key = calls.repeat_shared_heads(call, call.key)
+    # A function that cannot be measured reads values, and cannot run in compiled blocks either.
+    return call.fw.measure_pair_numbers(call.score.function, call.query, key) or 1
