@@ -187,6 +187,18 @@ def test_a_learned_bandwidth_of_a_plan(chosen):
         np.testing.assert_allclose(actual, want, atol=1e-9, rtol=1e-9)
 
 
+def test_a_short_additive_score_has_a_plan(chosen):
+    """Its shapes alone exclude the engines that would look at values."""
+    inputs = three()
+    for factor in (1.0, 30.0):
+        learned = scores.Additive(*(draw(*x, seed=4) * factor for x in ((5, 4), (5, 4), (5,))))
+        chosen.clear()
+        actual = qkv.attend(*inputs, score=learned)
+        assert factor == 1.0 or not chosen
+        want = qkv.attend(*inputs, score=learned, engine="dense")
+        np.testing.assert_allclose(actual, want, atol=1e-9)
+
+
 # Functions of the caller
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv import masks
+from qkv.engines import linear, lowered, streaming
 from qkv.engines.call import RANGE_UNKNOWN, Call, ThreeArrayRunner, pack_results
 from qkv.engines.choice import EngineChoice, choose_engine
 from qkv.engines.validation import build_call, cast_bias, resolve_score_and_weighting, resolve_seed
@@ -125,13 +126,12 @@ def run_first_call(
 
 def cache_plan(signature: Signature, call: Call, choice: EngineChoice) -> Plan | None:
     """Cache and return a plan with the chosen engine; return None if no plan may be cached."""
-    is_data_dependent = getattr(choice.engine, "is_data_dependent", None)
     if 0 in (*call.lead, call.n, call.m):
         return None
     if call.exceeds_float32 or call.may_exceed_float64:
         return None
     run: Callable[..., Any] | ThreeArrayRunner
-    if is_data_dependent is not None and is_data_dependent(call):
+    if _depends_on_values(call, choice):
         if not _can_compile_range_check(call, choice):
             return None
         run = _build_range_plan(call, signature)
@@ -234,6 +234,16 @@ def _build_plan_function(
             return None if results is None else pack_results(call, results)
 
     return run_plan
+
+
+def _depends_on_values(call: Call, choice: EngineChoice) -> bool:
+    """Return whether array values may have decided the choice of an engine."""
+    is_data_dependent = getattr(choice.engine, "is_data_dependent", None)
+    if is_data_dependent is None or not is_data_dependent(call):
+        return False
+    # On JAX, values decide only whether these engines can rewrite the score.
+    by_shape = (engine.shape_based_reason(call) for engine in (linear, lowered))
+    return not (call.fw.compiles_calls and choice.engine is streaming and all(by_shape))
 
 
 def _can_compile_range_check(call: Call, choice: EngineChoice) -> bool:
