@@ -50,17 +50,10 @@ In a larger batch, an answer computes its weights again when they are read.
 """
 
 MAX_VOTING_ROWS = 1024
-"""The number of rows whose values are compared to find the value with the largest total weight."""
+"""The number of rows whose values are compared, for the total weight of each value."""
 
-MIN_BEST_KEY_ROWS = 32
+MIN_BEST_KEY_ROWS = 8
 """The number of rows that are read at least to find all rows with the best-matching key."""
-
-MAX_SHARE_ROWS = 8192
-"""The number of rows whose values are compared with the value of the best-matching key.
-
-An answer of a large batch or of a cluster compares fewer: `MAX_VOTING_ROWS`, and the rows that the
-shards returned.
-"""
 
 RANKING_WEIGHTINGS = (Softmax, TopK, Hard, Entmax, Sparsemax)
 """Weightings that give the largest weight to the row with the best score."""
@@ -172,21 +165,23 @@ class QueryExecutor(RowScan):
         schema = self.view.schema
         if best is not None and len(best):
             positions, records, weights = best, self._read_records(best), weights[:0]
-        key = schema.row_key(records[0])
-        digests = map(schema.key_digest, schema.keys_from_rows(records))
-        has_key = np.array([digest == schema.key_digest(key) for digest in digests])
-        same = positions[has_key]
-        may_have_more = not schema.unique and (
-            not len(weights)
-            or isinstance(self.weighting, Hard | TopK)  # they drop some of equal rows
-            or (
-                len(positions) >= self.rows_to_read
-                and weights[-1] >= weights[0] * (1 - SAME_WEIGHT_TOLERANCE)
-            )
-        )
-        rows = [row for row, has in zip(records, has_key, strict=True) if has]
-        if may_have_more and len(all_same := self._positions_with_key(key)):
-            same, rows = all_same, self._read_records(all_same)
+        key, size = schema.row_key(records[0]), np.abs(weights)
+        # Rows with the same key have the same weight.
+        tied_count = int(np.count_nonzero(size >= size[:1] * (1 - SAME_WEIGHT_TOLERANCE)))
+        same, rows = positions[:1], records[:1]
+        if not schema.unique:
+            reads_all = tied_count < min(self.rows_to_read, len(size))
+            if best is None and reads_all and not isinstance(self.weighting, Hard | TopK):
+                digest = schema.key_digest(key) if tied_count > 1 else b""
+                others = [
+                    i
+                    for i in range(1, tied_count)
+                    if schema.key_digest(schema.row_key(records[i])) == digest
+                ]
+                same = positions[[0, *others]]
+                rows = [records[i] for i in (0, *others)]
+            elif len(all_same := self._positions_with_key(key)):
+                same, rows = all_same, self._read_records(all_same)
         values = schema.build_value_array({x: [row[x] for row in rows] for x in schema.value})
         assert values is not None
         values = values.astype(float)
@@ -211,7 +206,7 @@ class QueryExecutor(RowScan):
         has_enough = keeps_weights or not self.view.schema.can_pool_values
         if has_enough and not all_equal:
             return positions, weights
-        return self.find_heaviest(alpha, MAX_SHARE_ROWS if all_equal else MAX_VOTING_ROWS)
+        return self.find_heaviest(alpha, MAX_VOTING_ROWS)
 
     def _positions_with_key(self, key: Any) -> np.ndarray:
         """Return the positions of the rows with this key that take part in the answer."""
@@ -385,7 +380,7 @@ class LocalBackend(AnswerBackend):
             return None
         positions, weights = self.heavy_rows
         if self.cached_weights is not None:
-            positions, weights = executor.find_heaviest(self.cached_weights, MAX_SHARE_ROWS)
+            positions, weights = executor.find_heaviest(self.cached_weights, MAX_VOTING_ROWS)
         if not len(positions):
             return 0.0, 0.0
         value = list(self.value.values()) if isinstance(self.value, dict) else self.value
