@@ -204,7 +204,7 @@ def test_join_takes_numbers_and_frames(con):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"x": [1.1, 2.9]})
     known = pandas.DataFrame({"y": [1, 2, 3], "name": ["one", "two", "three"]})
-    sql = "SELECT name FROM qkv_join('asked', 'known', on_left := 'x', on_right := 'y')"
+    sql = "SELECT name FROM qkv_join('frame', 'known', on_left := 'x', on_right := 'y')"
     assert con.execute(sql).fetchall() == [("one",), ("three",)]
     assert len(frame) < len(known)
 
