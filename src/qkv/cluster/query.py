@@ -54,7 +54,7 @@ class ShardedView(TableView):
         return self.read_values(ids[-1:])[0] if ids else default
 
     def filter_rows(self, where: Any) -> np.ndarray | None:
-        return self._collect_masks("filter_rows", self._shard_condition(where))
+        return self._gather_row_masks("filter_rows", self._shard_condition(where))
 
     def _shard_condition(self, where: Any, without: Collection[int] = ()) -> Any:
         """Return the condition to evaluate in the shards, with the cell types of the whole table.
@@ -80,9 +80,9 @@ class ShardedView(TableView):
 
     @cached_property
     def value_mask(self) -> np.ndarray | None:
-        return self._collect_masks("value_mask")
+        return self._gather_row_masks("value_mask")
 
-    def _collect_masks(self, name: str, *args: Any) -> np.ndarray | None:
+    def _gather_row_masks(self, name: str, *args: Any) -> np.ndarray | None:
         """Return the masks (m,) of all slices, concatenated; None if no slice has a mask.
 
         `name` and `args` are a method of the view of a slice and its arguments.
@@ -238,14 +238,14 @@ class ShardedQueryExecutor(QueryExecutor):
         while True:
             try:
                 with load_framework("numpy").compute_context():
-                    return self._gather_weights(queries, lost)
+                    return self._merge_weights_of_shards(queries, lost)
             except LostShardError as error:
                 shards = {shard for shard, _ in snapshot.slices}
                 if not snapshot.shard_set.partial or shards <= {*lost, error.shard}:
                     raise
                 lost[error.shard] = error
 
-    def _gather_weights(
+    def _merge_weights_of_shards(
         self, queries: Any, lost: dict[int, LostShardError], use_float64: bool = False
     ) -> tuple[WeighedRows, str]:
         """Query all shards except `lost`; return the merged weights and the engine text."""
@@ -292,7 +292,7 @@ class ShardedQueryExecutor(QueryExecutor):
         scores = weighed.best_score if weighed.lse is None else weighed.best_score + weighed.lse
         if self.row_count and not (compares_keys or use_float64 or np.isfinite(scores).all()):
             # The scores overflow float32: query again in float64.
-            return self._gather_weights(queries, lost, use_float64=True)
+            return self._merge_weights_of_shards(queries, lost, use_float64=True)
         return weighed, self._describe_engine(lost, read)
 
     def _ask_shards(

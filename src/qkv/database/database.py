@@ -1086,8 +1086,8 @@ class Database(ReadableDatabase[K, V]):
             schema = Schema.from_columns(columns, key, value, unique)
         columns = schema.fill_columns(columns)
         schema.check_types(columns)
-        if view.is_initialized and schema.with_number_values(columns) != schema:
-            wider = schema.with_number_values(columns)
+        if view.is_initialized and schema.with_inferred_value_kind(columns) != schema:
+            wider = schema.with_inferred_value_kind(columns)
             view, schema = self._add_number_values(view, wider, progress)
         keys = schema.keys_from_columns(columns)
         record_columns = {

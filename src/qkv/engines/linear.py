@@ -69,7 +69,7 @@ def unsupported_reason(call: Call) -> str | None:
 def slower_reason(call: Call) -> str | None:
     if call.n * call.m <= MAX_DENSE_SCORES:
         return f"{format_count(call.n * call.m)} scores are too few: the sums would take longer"
-    width, numbers = _form_width(call), math.prod(call.lead) * (call.n + call.m)
+    width, numbers = _feature_width(call), math.prod(call.lead) * (call.n + call.m)
     value_width = call.fw.static_shape(call.value)[-1]
     pairs = call.n * call.m * (call.fw.static_shape(call.key)[-1] + value_width)
     if pairs < 2 * (call.n + call.m) * width * value_width:
@@ -88,11 +88,11 @@ def is_data_dependent(call: Call) -> bool:
 
 
 def describe(call: Call) -> str:
-    shape = _form_width(call), call.fw.static_shape(call.value)[-1]
+    shape = _feature_width(call), call.fw.static_shape(call.value)[-1]
     return f"φ(q)·Σ ψ(k) vᵀ, rearranged: one sum of {shape[0]:,} × {shape[1]:,} numbers, no scores"
 
 
-def _form_width(call: Call) -> int:
+def _feature_width(call: Call) -> int:
     """Return the width of φ and ψ, with bias and offset."""
     score = call.score if isinstance(call.lowering, str) else call.lowering[0]
     columns = 2 if isinstance(score, ExpandedGaussian) else 0

@@ -353,12 +353,12 @@ def run_with_backward(call: Call) -> tuple[State, BackwardFunction]:
     """Return the state of a call that runs on one process, and its backward function."""
     fw, leaves = call.fw, tree.array_leaves(call.fw, call)
 
-    def compute_output_and_lse(*arrays: Array) -> Array:
+    def concat_output_and_lse(*arrays: Array) -> Array:
         fresh = tree.replace_arrays(fw, call, arrays)
         result = choose_engine(fresh).run(fresh)
         return fw.xp.concat([upcast_array(call, x) for x in result[:2]], axis=-1)
 
-    result, pull = fw.vjp(compute_output_and_lse, *leaves)
+    result, pull = fw.vjp(concat_output_and_lse, *leaves)
     local_out, lse = result[..., :-1], result[..., -1:]
 
     def pull_gradients(saved: State, gradients: Arrays) -> Arrays:

@@ -109,7 +109,7 @@ def _jacobian_transpose(
     return [None] * count + [next(pulled) if i in unknown else None for i in range(len(along))]
 
 
-def _jacobian_batch(
+def _batch_jacobian_rule(
     arrays: Sequence[Array],
     axes: Sequence[Any],
     *,
@@ -141,5 +141,5 @@ _JACOBIAN.def_impl(_jacobian_impl)
 _JACOBIAN.def_abstract_eval(_jacobian_shapes)
 ad.primitive_jvps[_JACOBIAN] = _jacobian_jvp
 ad.primitive_transposes[_JACOBIAN] = _jacobian_transpose
-batching.primitive_batchers[_JACOBIAN] = _jacobian_batch
+batching.primitive_batchers[_JACOBIAN] = _batch_jacobian_rule
 mlir.register_lowering(_JACOBIAN, mlir.lower_fun(_jacobian_impl, multiple_results=True))

@@ -144,7 +144,7 @@ def build_bundle(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[st
     starts = np.zeros(len(lines) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)), out=starts[1:])
     line = Ragged(np.frombuffer(b"".join(lines), np.uint8), starts)
-    return _sort_by_digest(ids, {"line": line, "crc": crc, "size": size})
+    return _build_digest_segment(ids, {"line": line, "crc": crc, "size": size})
 
 
 def merge_bundles(parts: Sequence[Segment]) -> Segment:
@@ -155,10 +155,10 @@ def merge_bundles(parts: Sequence[Segment]) -> Segment:
         )
         for name in ("line", "crc", "size")
     }
-    return _sort_by_digest(np.concatenate([x.ids for x in parts]), tensors)
+    return _build_digest_segment(np.concatenate([x.ids for x in parts]), tensors)
 
 
-def _sort_by_digest(ids: np.ndarray, tensors: dict[str, Any]) -> Segment:
+def _build_digest_segment(ids: np.ndarray, tensors: dict[str, Any]) -> Segment:
     """Return a bundle segment of these rows, with the index of their digests."""
     line, size, eight = tensors["line"], tensors["size"], np.arange(8)
     text = np.append(line.flat, np.zeros(8, np.uint8))[line.starts[:-1, None] + eight]

@@ -176,7 +176,7 @@ class Schema:
                     f"the type of values: {expected}"
                 )
 
-    def with_number_values(self, columns: ColumnData) -> Schema:
+    def with_inferred_value_kind(self, columns: ColumnData) -> Schema:
         """Return the schema with values that are numbers, if `columns` has numbers as values.
 
         Otherwise, or if the type of the values is fixed already, return the schema unchanged.

@@ -293,7 +293,7 @@ def backward_keys_kernel(
     b = j
     if F.GATE:
         there = given.gate_key + batch * steps.gate_b + head * steps.gate_h
-        b = score_tile.prepare_gate_half(tl.load(there + first + here), F.FAST)[:, None]
+        b = score_tile.scale_gate_term(tl.load(there + first + here), F.FAST)[:, None]
     if F.TILED:  # each head of the group has its own list
         lo, inner_lo, inner_hi, hi = 0, 0, 0, 0
     else:

@@ -22,7 +22,7 @@ from qkv.engines.triton.tile_functions.records import (
     Strides,
     TilePosition,
 )
-from qkv.engines.triton.tile_functions.score_tile import apply_score_form, prepare_gate_half
+from qkv.engines.triton.tile_functions.score_tile import apply_score_form, scale_gate_term
 from qkv.engines.triton.tile_functions.tanh import (
     is_disabled,
     load_units,
@@ -92,7 +92,7 @@ def load_row_inputs(given, line, F):
     if given.row_b is not None:
         row_b = tl.load(given.row_b + line)
     if F.GATE:
-        a = prepare_gate_half(tl.load(given.gate_query + line), F.FAST)
+        a = scale_gate_term(tl.load(given.gate_query + line), F.FAST)
     cap = zero
     if F.CAP < 0:
         cap = tl.load(given.caps + line)
@@ -388,5 +388,5 @@ def compute_tile_scores(x, rows, keys, start, here, scales, times, F):
             bias = tl.load(keys.bias + start + here)
         bias = bias[None, :] * times
     if F.GATE:
-        b = prepare_gate_half(tl.load(keys.gate_key + start + here), F.FAST)[None, :]
+        b = scale_gate_term(tl.load(keys.gate_key + start + here), F.FAST)[None, :]
     return apply_score_form(x, scales.scale, bias, rows.a, b, rows.cap, times, F)

@@ -22,7 +22,7 @@ SavedRows = namedtuple("SavedRows", "along centre kept lines")
 
 
 @triton.jit
-def prepare_gate_half(x, FAST: tl.constexpr):
+def scale_gate_term(x, FAST: tl.constexpr):
     """Return one half of a gate's logit, scaled for `apply_gate`, so that a pair needs one add."""
     if FAST:
         return x * 0.5
@@ -182,7 +182,7 @@ def tile_weights(s, j, live, top, share, row_a, row_b, alpha, F, MASKED: tl.cons
             p = share + 0.0 * j
         elif F.WEIGHTING == "sigmoid":
             # Not FAST: a weight of 1/4096 would have no correct digit.
-            p = apply_gate(prepare_gate_half(s, False), 0.0, 1.0, False)
+            p = apply_gate(scale_gate_term(s, False), 0.0, 1.0, False)
         elif F.WEIGHTING == "normalized":
             p = s * share
         else:
