@@ -38,7 +38,7 @@ from qkv.database.query.arguments import (
     parse_queries,
     resolve_score_like,
 )
-from qkv.database.query.inputs import Batch, as_cells
+from qkv.database.query.inputs import Batch, as_cells, find_named_cells
 from qkv.database.storage import CompactReport, Store, Version, folder
 from qkv.database.table import cells, encoding, quantization
 from qkv.database.table import columns as typed_columns
@@ -528,7 +528,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
                 f"the values are {view.schema.value_kind}, and only numbers can be pooled: "
                 "use ask, which returns the value with the largest weight"
             )
-        original = query
+        original = query = find_named_cells(query, view.schema.key, kind)
         if not isinstance(query, Batch):
             query = as_cells(query, kind)
         is_number_array = is_array(query) and (kind == "number" or view.has_number_keys)
@@ -536,7 +536,9 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
             vectors, is_single = encode_numbers(view, query)
             code = EncodedQuery(vectors)
         elif is_array(query) and kind != "date":  # the query is an encoded vector
-            is_single = len(query.shape) == 1
+            is_single, fw = len(query.shape) == 1, get_framework(query)
+            if kind == "vector" and fw.dtype_name(query).startswith(("int", "uint", "bool")):
+                query = fw.astype(query, "float64" if fw.supports_float64(query) else "float32")
             code = EncodedQuery(query[None] if is_single else query)
         else:
             queries, is_single = parse_queries(view, query)

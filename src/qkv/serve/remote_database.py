@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 from qkv.database import parsing
 from qkv.database.errors import KeyNotFoundError, warn_no_rows
 from qkv.database.query.arguments import AskOptions, DatabaseAttendOptions, check_database_keywords
-from qkv.database.query.inputs import as_cells
+from qkv.database.query.inputs import as_cells, find_named_cells, has_named_cells
 from qkv.database.table import cells
 from qkv.database.table.columns import normalize_cell
 from qkv.database.table.schema import as_pairs, has_several_keys
@@ -104,6 +104,9 @@ class RemoteDatabase(Closable, Displayable):
             raise ArgumentError(
                 "where: a function cannot be sent to a server: write the condition as text"
             )
+        if has_named_cells(query):
+            info = self.info()
+            query = find_named_cells(query, info["key"], info["key_kind"])
         query = as_cells(query)
         if is_array(query):
             query = to_numpy(query) if query.shape else to_numpy(query).item()

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from qkv.database import parsing
-from qkv.database.query.inputs import Batch, as_cells, as_floats, as_tuple, as_tuples, is_flat
+from qkv.database.query.inputs import (
+    Batch,
+    as_cells,
+    as_floats,
+    as_named_tuple,
+    as_tuple,
+    as_tuples,
+    find_named_cells,
+    is_flat,
+)
 from qkv.database.table import cells
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, validate_keywords
 from qkv.frameworks import get_framework, is_array, load_framework, to_numpy, tree
@@ -57,6 +66,7 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
     The queries are a list of cells, or an array (n, width) of vectors.
     """
     kind, names = view.schema.key_kind, view.schema.key
+    query = find_named_cells(query, names, kind)
     batch, query = isinstance(query, Batch), as_cells(query, kind)
     shaped = is_array(query)
     if shaped and kind == "number":
@@ -70,7 +80,7 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
     many = batch or (isinstance(query, list) and not _is_one_key(view, query))
     queries = list(query) if many else [query]
     if kind == "tuple":
-        queries = list(map(as_tuple, queries))
+        queries = [as_named_tuple(as_tuple(query), names) for query in queries]
     if kind in PARSER_BY_KIND and not view.encoder.accepts_any_query:
         queries = [PARSER_BY_KIND[kind](cell, f"query {i}") for i, cell in enumerate(queries)]
     elif len(names) > 1 and not view.encoder.accepts_any_query:

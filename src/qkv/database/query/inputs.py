@@ -10,21 +10,24 @@ All entry points use the same rules:
 | other tuples of w cells | a tuple, a mapping, one cell | a list, an array (n, w) or (n,) |
 | text, dates, other cells | a cell, an array () of one | a list, an array (n,) or (n, 1) |
 
-Columns of pandas, polars and pyarrow count as lists of cells. If keys are not numbers, an array of
-numbers is an encoded vector (w,), or several encoded vectors (n, w).
+Columns of pandas, polars and pyarrow count as lists of cells. Their frames are several queries: the
+columns of the key are found by name. So are the cells of a row of a frame, which is a Series, and
+the values of a mapping. If keys are not numbers, an array of numbers is an encoded vector (w,), or
+several encoded vectors (n, w).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from qkv.database.table import cells
 from qkv.database.table.schema import extract_cells
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import as_plain_array, get_framework, is_array, to_numpy
+from qkv.util.data_frames import frame_library
 
 NUMERIC_DTYPE_PREFIXES = ("float", "int", "uint", "bool", "bfloat", "complex")
 """The beginnings of the names of dtypes that hold numbers."""
@@ -56,6 +59,62 @@ def as_cells(query: Any, kind: str | None = None) -> Any:
     return _array_to_cells(query, kind)
 
 
+def find_named_cells(query: Any, names: Sequence[str], kind: str | None) -> Any:
+    """Return the rows of a data frame, or of a Series with the names of a key, as queries.
+
+    `names` are the columns of the key. Other queries are returned unchanged.
+
+    >>> import polars
+    >>> find_named_cells(polars.DataFrame({"b": [1, 2], "a": [3, 4]}), ("a", "b"), "tuple")
+    [(3, 1), (4, 2)]
+    """
+    if not has_named_cells(query):
+        return query
+    if hasattr(query, "columns"):
+        return _frame_to_queries(query, names, kind)
+    if len(names) > 1 and set(names) <= set(query.index.tolist()):
+        return tuple(as_cells(query[name]) for name in names)
+    return query
+
+
+def has_named_cells(query: Any) -> bool:
+    """Return whether a query is a data frame, or a Series with labels."""
+    if type(query) in _PLAIN_TYPES or is_array(query) or not frame_library(query):
+        return False
+    is_frame = hasattr(query, "columns") and hasattr(query, "shape")
+    return is_frame or hasattr(getattr(query, "index", None), "tolist")
+
+
+def as_named_tuple(key: Any, names: Sequence[str]) -> Any:
+    """Return a mapping that has all columns of the key as a tuple. Others are unchanged.
+
+    >>> as_named_tuple({"b": 1, "a": 2}, ("a", "b")), as_named_tuple({"b": 1}, ("a", "b"))
+    ((2, 1), {'b': 1})
+    """
+    if isinstance(key, Mapping) and len(names) > 1 and set(names) <= key.keys():
+        return tuple(key[name] for name in names)
+    return key
+
+
+def _frame_to_queries(frame: Any, names: Sequence[str], kind: str | None) -> Any:
+    """Return the key columns of a data frame as several queries."""
+    from qkv.database import sources
+
+    columns = sources.from_frame(frame).columns
+    if kind == "vector" and not set(names) <= set(columns):
+        return as_floats(list(zip(*columns.values(), strict=True)))
+    if kind == "text" and len(columns) == 1:
+        names = list(columns)
+    if missing := [name for name in names if name not in columns]:
+        raise ArgumentError(
+            f"query is a frame without the column {missing[0]!r} of the key: its columns are "
+            f"{', '.join(map(repr, columns))}"
+        )
+    if len(names) == 1:
+        return Batch(columns[names[0]])
+    return Batch(zip(*(columns[name] for name in names), strict=True))
+
+
 def holds_numbers(array: Any) -> bool:
     """Return whether the elements of an array are numbers, and not text, dates or objects.
 
@@ -75,7 +134,8 @@ def as_key(key: Any, kind: str) -> Any:
         return key
     if kind == "vector":
         key = key if is_array(key) else as_cells(key)
-        return as_floats(key) if isinstance(key, list | tuple) else key
+        is_object = isinstance(key, np.ndarray) and key.dtype == object
+        return as_floats(key) if isinstance(key, list | tuple) or is_object else key
     key = as_cells(key, kind)
     if kind == "tuple":
         return as_tuple(key)

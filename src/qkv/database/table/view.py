@@ -18,7 +18,12 @@ from qkv.database.filter.expressions import (
     compile_condition,
 )
 from qkv.database.filter.results import results_of_store
-from qkv.database.query.inputs import as_key, is_number_key
+from qkv.database.query.inputs import (
+    as_key,
+    as_named_tuple,
+    find_named_cells,
+    is_number_key,
+)
 from qkv.database.storage import Snapshot, limits
 from qkv.database.table import cells, columns, quantization
 from qkv.database.table.column_chunk import ColumnChunk, TextCache
@@ -231,6 +236,7 @@ class TableView:
             return None
         try:
             if type(key) is not str:
+                key = as_named_tuple(find_named_cells(key, self.schema.key, None), self.schema.key)
                 key = as_key(key, self.schema.key_kind)
             digest = self.schema.key_digest(key)
         except (TypeError, ValueError):
