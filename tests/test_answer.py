@@ -78,7 +78,7 @@ def test_explain_leaves_out_a_row_that_does_not_count():
 def test_keys_of_several_columns_are_distinguished_in_a_sentence():
     D = Database({(1.0, 0.2): "king", (0.9, 0.3): "queen", (0.1, 1.0): "apple"})
     explanation = D.ask((1.0, 0.1)).explain()
-    assert explanation.startswith("Of 3 rows, (1, 0.2) counts 55.4 %, (0.9, 0.3) 44.6 %.")
+    assert explanation.startswith("Of 3 rows, (1, 0.2) counts 99.5 %, (0.9, 0.3) 0.5 %.")
 
 
 def test_a_mean_of_many_rows_is_no_doubt():

@@ -57,7 +57,39 @@ function parseDays(text: string): number {
   return Date.parse(utc) / 864e5 + 719162;
 }
 
-/** x = key − mean, compared by the Gaussian with the bandwidth of Scott's rule in each column. */
+/** Percentiles, and the distance between them in a normal distribution with a deviation of 1. */
+const QUANTILE_RANGES = [[0.25, 0.75, 1.349], [0.1, 0.9, 2.563], [0.025, 0.975, 3.92]];
+
+/** The standard deviation of a column without far outliers; 1 if all numbers are equal. */
+function measureSpread(column: number[], mean: number): number {
+  const sorted = Array.from(column).sort((a, b) => a - b);
+  const quantile = (share: number) => {
+    const at = share * (sorted.length - 1);
+    const low = sorted[Math.floor(at)];
+    return low + (sorted[Math.ceil(at)] - low) * (at % 1);
+  };
+  const deviation = Math.sqrt(column.reduce((a, x) => a + (x - mean) ** 2, 0) / column.length);
+  const ranges = QUANTILE_RANGES.map(([low, high, width]) => (quantile(high) - quantile(low)) / width);
+  const spread = ranges.find((x) => x > 0) ?? deviation;
+  return Math.min(spread, deviation) > 0 ? Math.min(spread, deviation) : 1;
+}
+
+/** How far the ⌊√m⌋-th nearest other row is from a row, in the median of the m rows; null if all rows are equal. */
+function measureNeighbourDistance(rows: number[][]): number | null {
+  const rank = Math.min(Math.floor(Math.sqrt(rows.length)), rows.length - 1);
+  const distances: number[] = [];
+  for (const row of rank ? rows : []) {
+    const others = rows.map((other) => Math.sqrt(other.reduce((sum, x, j) => sum + (x - row[j]) ** 2, 0)));
+    const nearest = others.filter((x) => x > 0).sort((a, b) => a - b).slice(0, rank);
+    if (nearest.length) distances.push(nearest[nearest.length - 1]);
+  }
+  if (!distances.length) return null;
+  distances.sort((a, b) => a - b);
+  const middle = distances.length >> 1;
+  return distances.length % 2 ? distances[middle] : (distances[middle - 1] + distances[middle]) / 2;
+}
+
+/** x = key − mean, compared by the Gaussian with a bandwidth from neighbours in each column. */
 function createNumbersEncoder(keys: Key[]): Encoder {
   const isDate = keys.some((key) => typeof key === "string" && DATE.test(key));
   const kind = isDate ? "date" : "number";
@@ -75,10 +107,8 @@ function createNumbersEncoder(keys: Key[]): Encoder {
   if (!rows.length) throw new RangeError("numbers needs at least one key to learn its units from");
   const columns = rows[0].map((_, j) => rows.map((x) => x[j]));
   const mean = columns.map((column) => column.reduce((a, b) => a + b, 0) / column.length);
-  const spread = columns.map((column, j) => {
-    const deviation = Math.sqrt(column.reduce((a, x) => a + (x - mean[j]) ** 2, 0) / column.length);
-    return deviation > 0 ? deviation : 1; // a single value has no spread
-  });
+  const spread = columns.map((column, j) => measureSpread(column, mean[j]));
+  const neighbourDistance = measureNeighbourDistance(rows.map((row) => row.map((x, j) => x / spread[j])));
   const unit = spread.map((x) => (x > 1e-30 && x < 1e30 ? 1 : x));
   const relativeSpread = spread.map((x, j) => x / unit[j]);
   const encodeRow = (numbers: number[]) => Float32Array.from(numbers, (x, j) => (x - mean[j]) / unit[j]);
@@ -87,9 +117,11 @@ function createNumbersEncoder(keys: Key[]): Encoder {
     encode: (newKeys) => newKeys.map((key, i) => encodeRow(parseRow(key, formatKeyRefusal(i)))),
     encodeQueries: (queries) => queries.map((key) => encodeRow(parseRow(key, (part) => `the query must be a ${expected}, not '${part}'`))),
     defaultScore(count) {
-      const scott = Math.max(count, 1) ** (-1 / (relativeSpread.length + 4));
-      if (relativeSpread.length === 1) return { name: "gaussian", bandwidth: scott * relativeSpread[0] };
-      return { name: "gaussian", bandwidth: Float32Array.from(relativeSpread, (x) => Math.fround(x) * Math.fround(scott)) };
+      const width = relativeSpread.length;
+      const isKnown = neighbourDistance !== null && count > 1;
+      const factor = isKnown ? neighbourDistance / Math.sqrt(width + 3) : Math.max(count, 1) ** (-1 / (width + 4));
+      if (width === 1) return { name: "gaussian", bandwidth: factor * relativeSpread[0] };
+      return { name: "gaussian", bandwidth: Float32Array.from(relativeSpread, (x) => Math.fround(x) * Math.fround(factor)) };
     },
   };
 }

@@ -19,7 +19,7 @@ def points(shown: Database, title: str = "Regression") -> dict[str, Any]:
 
     >>> view = points(Database({2.9: 58.0, 3.4: 70.0, 3.9: 88.0}))
     >>> view["view"], view["data"]["x"].tolist(), round(view["data"]["bandwidth"], 3)
-    ('regression', [2.9, 3.4, 3.9], 0.328)
+    ('regression', [2.9, 3.4, 3.9], 0.25)
     """
     info = shown.info()
     kinds = info["key_kind"], info["value_kind"]

@@ -17,6 +17,59 @@ def test_numbers_keep_their_own_unit() -> None:
     np.testing.assert_allclose(got[:, 0], np.array([2, 3, 7, 4]) - np.mean(keys), rtol=1e-6)
 
 
+def neighbour_bandwidth(rows: np.ndarray) -> np.ndarray:
+    """The rule in plain loops: the ⌊√m⌋-th nearest other key, in the median, in every spread."""
+    quartiles = np.percentile(rows, (25, 75), axis=0)
+    spread = np.minimum((quartiles[1] - quartiles[0]) / 1.349, rows.std(axis=0))
+    assert (spread > 0).all()
+    found = []
+    for row in rows:
+        distances = np.linalg.norm((rows - row) / spread, axis=1)
+        others = np.sort(distances[distances > 0])
+        if len(others):
+            found.append(others[: math.isqrt(len(rows))][-1])
+    return np.asarray(np.median(found) * spread / np.sqrt(rows.shape[1] + 3))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+@pytest.mark.parametrize("count", [4, 30, 400])
+def test_the_bandwidth_is_that_of_the_neighbours(columns: int, count: int) -> None:
+    rng = np.random.default_rng(count)
+    rows = np.round(rng.normal(size=(count, columns)) * 10, 1) * 10.0 ** np.arange(columns)
+    score = Numbers().fit(rows).default_score(count)
+    assert isinstance(score, Gaussian)
+    np.testing.assert_allclose(score.bandwidth, neighbour_bandwidth(rows).squeeze(), rtol=1e-5)
+
+
+def test_far_outliers_do_not_widen_the_bandwidth() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(200, 2)) * [1, 50]
+    far = rows.copy()
+    far[:4] = [[1e6, 0], [0, -1e9], [1e5, 1e5], [-1e8, 0]]
+    for keys, outliers in ((rows[:, 0], far[:, 0]), (rows, far)):
+        plain, widened = (Numbers().fit(x).default_score(200).bandwidth for x in (keys, outliers))  # type: ignore[attr-defined]
+        np.testing.assert_allclose(widened, plain, rtol=0.1)
+
+
+def test_dates_have_the_bandwidth_of_their_neighbours() -> None:
+    days = [datetime.date(2024, 1, 1) + datetime.timedelta(days=2 * i) for i in range(100)]
+    ancient = [datetime.date(1, 1, 1), datetime.date(9, 9, 9)]
+    # The tenth nearest other day is ten days away, on one of two sides.
+    assert Numbers().fit(days + ancient).default_score(102).bandwidth == pytest.approx(5)  # type: ignore[attr-defined]
+
+
+def test_a_large_sample_has_nearly_the_bandwidth_of_all_keys() -> None:
+    keys = np.random.default_rng(1).normal(size=(50_000, 2))
+    score = Numbers().fit(keys).default_score(50_000)
+    half = Numbers().fit(keys[:3000]).default_score(3000)
+    # √m of m keys are within r: r² grows with 1/√m.
+    np.testing.assert_allclose(
+        score.bandwidth / half.bandwidth,  # type: ignore[attr-defined]
+        (3000 / 50_000) ** 0.25,
+        rtol=0.1,
+    )
+
+
 def test_columns_of_mixed_units_count_the_same() -> None:
     keys = [(3.1, 50_000), (3.5, 62_000), (3.9, 90_000), (2.8, 41_000)]
 
@@ -25,18 +78,19 @@ def test_columns_of_mixed_units_count_the_same() -> None:
         x = encoder.encode(keys)
         return encoder.default_score(4)(x, x)
 
-    z = (np.array(keys) - np.mean(keys, axis=0)) / np.std(keys, axis=0)
-    expected = Gaussian(4 ** (-1 / 6))(z, z)
+    rows = np.array(keys, float)
+    bandwidth = neighbour_bandwidth(rows)
+    expected = -(((rows[:, None] - rows) / bandwidth) ** 2).sum(axis=2) / 2
     np.testing.assert_allclose(scored(keys), expected, rtol=1e-4, atol=1e-6)
     scaled = [(gpa * 1000, salary / 7) for gpa, salary in keys]
     np.testing.assert_allclose(scored(scaled), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1e100])
-def test_what_float32_cannot_hold_is_counted_in_standard_deviations(scale: float) -> None:
+def test_what_float32_cannot_hold_is_counted_in_spreads(scale: float) -> None:
     encoder = Numbers().fit([2 * scale, 3 * scale, 4 * scale])
-    np.testing.assert_allclose(encoder.encode([4 * scale]), [[1.2247449]], rtol=1e-6)
-    assert encoder.default_score(32) == Gaussian(0.5)
+    np.testing.assert_allclose(encoder.encode([4 * scale]), [[1.349]], rtol=1e-6)
+    np.testing.assert_allclose(encoder.default_score(3).bandwidth, 1.349 / 2, rtol=1e-6)  # type: ignore[attr-defined]
 
 
 def test_settings_of_before_mean_what_they_meant() -> None:
@@ -53,11 +107,17 @@ def test_arrays_tuples_and_lists_are_alike() -> None:
         np.testing.assert_array_equal(encoder.encode(same), encoder.encode(keys))
 
 
-def test_the_bandwidth_is_scotts_unless_given() -> None:
-    assert Numbers().fit([1.0, 3.0]).default_score(32) == Gaussian(0.5)
-    assert Numbers().fit([10.0, 30.0]).default_score(32) == Gaussian(5.0)
+def test_the_bandwidth_is_half_the_distance_of_two_keys_unless_given() -> None:
+    for low, high in ((1.0, 3.0), (10.0, 30.0)):
+        score = Numbers().fit([low, high]).default_score(32)
+        assert score.bandwidth == pytest.approx((high - low) / 2)  # type: ignore[attr-defined]
     two = Numbers().fit([(1.0, 20.0), (3.0, 40.0)]).default_score(64)
-    assert isinstance(two, Gaussian) and two.bandwidth.tolist() == [0.5, 5.0]  # type: ignore[union-attr]
+    assert isinstance(two, Gaussian)
+    # In spreads of 1/1.349 of the difference, the keys are √2 · 1.349 apart.
+    expected = np.array([2, 20]) * np.sqrt(2 / 5)
+    np.testing.assert_allclose(two.bandwidth, expected, rtol=1e-6)
+    alike = Numbers().fit([5.0, 5.0, 5.0]).default_score(32)
+    assert alike == Gaussian(0.5)  # no neighbours: Scott's rule
     assert Numbers(0.25).fit([1.0, 2.0]).default_score(1000) == Gaussian(0.25)
 
 

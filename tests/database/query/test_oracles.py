@@ -6,6 +6,7 @@ QKV_ORACLE_CASES=2000 runs all cases of each; by default a sample runs.
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -81,11 +82,27 @@ def expected_weights(case: Case, query: Any) -> np.ndarray:
     else:
         as_numbers = days if case.kind == "dates" else np.atleast_1d
         key = np.array([as_numbers(k) for k in case.keys], float)
-        spread = key.std(axis=0)
-        width = np.where(spread > 0, spread, 1) * rows ** (-1 / (key.shape[1] + 4))
+        width = neighbour_bandwidth(key)
         scores = -(((key - as_numbers(query)) / width) ** 2).sum(axis=1) / 2
     alpha = np.exp(scores - scores.max())
     return alpha / alpha.sum()
+
+
+def neighbour_bandwidth(key: np.ndarray) -> np.ndarray:
+    """The ⌊√m⌋-th nearest other key, in the median, in units of the spread of each column."""
+    deviation = key.std(axis=0)
+    spread = np.zeros(key.shape[1])
+    for low, high, normal in ((25, 75, 1.349), (10, 90, 2.563), (2.5, 97.5, 3.92)):
+        width = np.percentile(key, high, axis=0) - np.percentile(key, low, axis=0)
+        spread = np.where(spread > 0, spread, width / normal)
+    spread = np.where(spread > 0, np.minimum(spread, deviation), deviation)
+    spread = np.where(spread > 0, spread, 1)
+    distances = np.linalg.norm((key[:, None] - key) / spread, axis=2)
+    others = [np.sort(x[x > 0])[: math.isqrt(len(key))] for x in distances]
+    found = [x[-1] for x in others if len(x)]
+    if len(key) == 1 or not found:
+        return spread * len(key) ** (-1 / (key.shape[1] + 4))
+    return np.asarray(spread * np.median(found) / np.sqrt(key.shape[1] + 3))
 
 
 def described_scores(case: Case, query: Any) -> np.ndarray:

@@ -21,6 +21,9 @@ MAX_SAMPLED_QUERIES = 256
 MAX_OTHER_WEIGHT = 1 / 3
 """A key gets at least 3/4 of the weight: all other keys together weigh at most this much of it."""
 
+MAX_SAMPLED_NUMBERS, NUMBERS_PER_BLOCK = 512, 64
+"""The number of number keys whose neighbours are searched, and how many at a time."""
+
 EXEMPT_SHARE = 0.025
 """The share of the keys for which `MAX_OTHER_WEIGHT` may be exceeded. Near-duplicates are among
 them."""
@@ -146,6 +149,30 @@ def fit_distance(rows: np.ndarray, count: int) -> np.ndarray | None:
     distance[distance <= MIN_DIFFERENCE * (square[at][:, None] + square)] = math.inf
     temperature = fit_temperature(distance, count)
     return None if temperature is None else spread * math.sqrt(temperature)
+
+
+def fit_neighbour_distance(rows: np.ndarray, count: int) -> float | None:
+    """Return how far the ⌊√m⌋-th nearest other key is from a key, in the median of the keys.
+
+    `rows` (r, d) is a sample of the m = `count` keys. Equal keys do not count. Return None if all
+    keys are equal.
+
+    >>> fit_neighbour_distance(np.array([[0.0], [1.0], [2.0], [3.0], [900.0]]), 5)
+    2.0
+    """
+    rank = min(max(round(math.isqrt(count) * len(rows) / count), 1), len(rows) - 1)
+    at, found = sample_positions(len(rows), MAX_SAMPLED_NUMBERS, 1), [np.zeros(0)]
+    for start in range(0, len(at) if rank else 0, NUMBERS_PER_BLOCK):
+        difference = rows[at[start : start + NUMBERS_PER_BLOCK], None] - rows
+        distance = np.sqrt(np.einsum("ijk,ijk->ij", difference, difference))
+        distance[distance == 0] = math.inf
+        nearest = np.partition(distance, rank - 1, axis=1)[:, :rank]
+        # With fewer other keys, the farthest one counts.
+        nearest[np.isinf(nearest)] = -math.inf
+        found.append(nearest.max(axis=1))
+    distances = np.concatenate(found)
+    distances = distances[distances > 0]
+    return float(np.median(distances)) if len(distances) else None
 
 
 def fit_temperature(distance: np.ndarray, count: int) -> float | None:

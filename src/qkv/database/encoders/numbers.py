@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.database.encoders import neighbours
 from qkv.database.encoders.base import Encoder, check_batch
 from qkv.database.table.cells import to_python_datetime
 from qkv.errors import ArgumentError, DtypeError, ShapeError, format_plural
@@ -36,15 +37,20 @@ class Numbers(Encoder):
     column.
 
     The bandwidth h has the same units as the vectors. With `units`, its default is 1. Otherwise it
-    is Scott's rule: `spread`, the standard deviation of the keys, times m^(−1/(d + 4)) for m rows.
-    As one of several heads it is `spread`, because the common scale of the heads depends on m
+    comes from neighbours: measure each column in its `spread`, and let r be the distance of a key
+    to its ⌊√m⌋-th nearest other key, in the median of the m keys. Then h = r · spread / √(d + 3).
+    So about √m rows share the weight, and far outliers do not widen h. With one column, h = r / 2
+    in the units of the keys. `spread` is the standard deviation, or the distance of the quartiles
+    / 1.349 if that is smaller.
+
+    As one of several heads, h is `spread`, because the common scale of the heads depends on m
     already.
 
-    >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
-    >>> encoder.encode([3.0, 4.0]).tolist()
-    [[0.0], [1.0]]
-    >>> f"{encoder.default_score(32).bandwidth / np.std([2, 3, 4]):.3f}"
-    '0.500'
+    >>> encoder = Numbers().fit([2.0, 3.0, 4.0, 1000.0])
+    >>> encoder.default_score(4)
+    Gaussian(bandwidth=1.0)
+    >>> encoder.encode([3.0]) - encoder.encode([2.0])
+    array([[1.]], dtype=float32)
     """
 
     bandwidth: float | None = None
@@ -52,6 +58,7 @@ class Numbers(Encoder):
     mean: tuple[float, ...] | None = None
     unit: tuple[float, ...] | None = None
     spread: tuple[float, ...] | None = None
+    neighbour_distance: float | None = None
     kind: ClassVar[str] = "numbers"
 
     def __post_init__(self) -> None:
@@ -75,11 +82,14 @@ class Numbers(Encoder):
             raise ArgumentError("Numbers: fit needs at least one key")
         columns = rows.shape[1]
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, spread = rows.mean(axis=0), rows.std(axis=0)
+            mean, deviation = rows.mean(axis=0), rows.std(axis=0)
+        neighbour_distance = None
         if self.units is None:
-            if not np.isfinite(spread).all():
+            if not np.isfinite(deviation).all():
                 raise ArgumentError("the standard deviation of the keys overflows: pass units=")
-            spread[~(spread > 0)] = 1.0  # if all keys are equal, any unit will do
+            sample = rows[neighbours.sample_positions(len(rows), neighbours.MAX_SAMPLED_KEYS)]
+            spread = neighbours.measure_spreads(sample)
+            neighbour_distance = neighbours.fit_neighbour_distance(sample / spread, len(rows))
             # If float32 cannot represent the spread, the spread itself is the unit.
             unit = np.where((spread > 1 / MAX_SPREAD) & (spread < MAX_SPREAD), 1.0, spread)
             relative_spread = tuple((spread / unit).tolist())
@@ -92,7 +102,11 @@ class Numbers(Encoder):
                 )
             unit, relative_spread = np.broadcast_to(unit, (columns,)), None
         return replace(
-            self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()), spread=relative_spread
+            self,
+            mean=tuple(mean.tolist()),
+            unit=tuple(unit.tolist()),
+            spread=relative_spread,
+            neighbour_distance=neighbour_distance,
         )
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
@@ -111,19 +125,22 @@ class Numbers(Encoder):
         return Gaussian(self._default_bandwidth(rows))
 
     def _default_bandwidth(self, rows: int) -> float | np.ndarray:
-        """Return `bandwidth` if it was passed, 1 with `units`, and else Scott's rule.
+        """Return `bandwidth` if it was passed, 1 with `units`, and else that of neighbours.
 
-        Scott's rule gives σ · rows^(−1 / (width + 4)), with the standard deviation σ per column.
+        For one row, and as one of several heads, it is `spread`. Without neighbours, it is Scott's
+        rule: spread · rows^(−1 / (width + 4)).
         """
         if self.bandwidth is not None:
             return float(self.bandwidth)
         if self.units is not None:
             return 1.0
-        scott = float(max(rows, 1) ** (-1 / (self.width + 4)))
-        spread = self.spread or (1.0,)  # the unit is then the standard deviation
+        factor = float(max(rows, 1) ** (-1 / (self.width + 4)))
+        if self.neighbour_distance is not None and rows > 1:
+            factor = self.neighbour_distance / math.sqrt(self.width + 3)
+        spread = self.spread or (1.0,)  # the unit is then the spread
         if len(spread) == 1:
-            return scott * spread[0]
-        return np.asarray(spread, np.float32) * np.float32(scott)
+            return factor * spread[0]
+        return np.asarray(spread, np.float32) * np.float32(factor)
 
     def standardize_query(self, query: Array) -> Array | None:
         mean, unit = self._require_fitted()
