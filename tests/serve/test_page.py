@@ -94,6 +94,9 @@ def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) 
         assert page.get_by_test_id(f"data-row-{i}-key").inner_text() == row.key
         assert read_number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, rel=1e-4)
     assert page.get_by_test_id("data-explained").inner_text() == expected.explain()
+    sure = f"How sure: {expected.confidence_text}"
+    assert page.get_by_test_id("data-confidence").inner_text() == sure
+    assert page.get_by_test_id("data-hint").count() == 0
     # Only some rows, then an older version, then nonsense.
     page.get_by_test_id("data-where").fill("year < 1850")
     page.get_by_text("of 2", exact=False).last.wait_for()

@@ -33,6 +33,10 @@ export interface TableAnswer {
   entropy: number;
   total: number;
   explained: string;
+  /** How sure the answer is, in words; only from Python. */
+  confidence_text?: string;
+  /** Advice, such as another score; only from Python. */
+  hint?: string;
 }
 export interface Version {
   number: number;

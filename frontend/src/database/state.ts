@@ -139,6 +139,11 @@ export class State {
     return answer && this.data.is_named === false ? `${answer.score} and ${answer.weighting}` : null;
   }
 
+  /** The advice of Python's answer, as long as nothing was changed. */
+  get hint(): string {
+    return (this.changeCount === 0 && this.data?.answer?.hint) || "";
+  }
+
   /** The names of the chosen score and weighting that have no formula in TypeScript, in words. */
   get pythonOnlyNames(): string[] {
     const score = this.score ?? (this.vectorsEncoder === this.encoder ? this.pythonScore : null);

@@ -59,6 +59,7 @@ const STYLE = `
 .data td.wide { overflow-wrap: anywhere; min-width: 6.5rem; }
 .data td.word { white-space: nowrap; }
 .data .stale { opacity: 0.4; }
+.data .advice { font-weight: 600; }
 .data .controls { align-items: start; }
 .data .first td { vertical-align: top; }
 .data input::placeholder { font-weight: 400; color: var(--soft); }
@@ -181,6 +182,8 @@ export const view: View = {
       replaceChildren(
         answerSection,
         h("p", { class: value.length > MAX_LARGE_FONT_LETTERS ? "value long" : "value", test: "data-value-found" }, value),
+        result.rows.length > 0 && result.confidence_text ? h("p", { test: "data-confidence" }, `How sure: ${result.confidence_text}`) : null,
+        result.hint ? h("p", { class: "advice", test: "data-hint" }, result.hint) : null,
         h("p", { class: "note", test: "data-explained" }, result.explained),
         h(
           "table",
