@@ -175,11 +175,14 @@ class TestErrors:
             raise ZeroDivisionError("by naught")
 
         monkeypatch.setattr(weights, "compute_weights", broken)
-        result = qkv("weights", "a b")
+        result = qkv("weights", "a b", "--words")
         assert result.exit_code == 70
         assert result.stderr.startswith("qkv: a bug, ZeroDivisionError: by naught.")
         assert result.stderr.count("\n") == 1
-        for inputs in (("weights", "a b", "--debug"), ("--debug", "weights", "a b")):
+        for inputs in (
+            ("weights", "a b", "--words", "--debug"),
+            ("--debug", "weights", "--words", "a b"),
+        ):
             result = qkv(*inputs)
             assert result.exit_code == 70
             assert "Traceback" in result.stderr
