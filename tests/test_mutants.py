@@ -82,6 +82,12 @@ EQUIVALENT = {
         "sum_differences(query, key, 1) / self.bandwidth / -1.0",  # · −1 is / −1
         "x + self.centre[*[None] * (len(x.shape) - 1), ...]",  # both sides are shifted alike
         "norm_sum * norm_sum * scale < MAX_SQUARED_NORM_SUM",
+        # At the limits themselves both ways are right.
+        "rounding < unit * MAX_SQUARED_NORM_SUM",
+        "error < tolerance",
+        "reach * reach < MAX_SQUARED_NORM_SUM",
+        "reach * (reach + offset) < MAX_SQUARED_NORM_SUM",
+        "self.centre * self.bandwidth",  # moves the limit of the shorter form only
         "1e+150",  # and 1
     },
     "window": {
@@ -175,6 +181,48 @@ def check_score(cls, name, settings):
         far = ((QUERY[None, :, None] - shared.repeat(2, 0)[:, None]) ** 2).sum(-1)
         expanded = each(np.stack([QUERY] * 4), shared)
         np.testing.assert_allclose(expanded, far / (-2 * own[:, None, None] ** 2), atol=1e-9)
+        _check_range(cls(**settings))
+        _check_centred(cls)
+
+
+def _check_range(score):
+    """The error of the expanded square follows from the largest norms."""
+    width = np.broadcast_to(score.bandwidth, D)
+    want = [(((x - KEY.mean(0)) / width) ** 2).sum(-1).max() for x in (QUERY, KEY)]
+    np.testing.assert_allclose(score.measure_range(QUERY, KEY), want, rtol=1e-9)
+    for dtype, unit in (("float64", 2.0**-53), ("float32", 2.0**-24)):
+        assert score.error_in_range((4.0, 9.0), D, None, dtype) == 25 * unit * (D + 3)
+        assert isinstance(score.error_in_range((1e4, 1e4), D, None, dtype), str)
+        assert isinstance(score.error_in_range((1e4, 1e4), D, 1e-30, dtype), str)
+        far = score.error_in_range((1e4, 1e4), D, 1.0, dtype)
+        np.testing.assert_allclose(far, 4e4 * unit * (D + 3), rtol=1e-9)
+
+
+def _check_centred(cls):
+    """Terms of the keys give the same scores, near the origin, far from it, and in a tiny scale."""
+    module = cls.adapt_to_keys.__globals__
+    least = module["MIN_EXPANDED_COLUMNS"]
+    sample = np.random.default_rng(3).normal(size=(5, least))
+    adapted = cls(0.5).adapt_to_keys(sample)
+    np.testing.assert_allclose(adapted.centre, sample.mean(0))
+    assert type(cls(np.ones(least)).adapt_to_keys(sample)) is type(adapted)
+    for other, columns in ((cls(0.5), least - 1), (cls(np.ones((2, 1, 1))), least)):
+        assert other.adapt_to_keys(sample[:, :columns]) is other
+    for bandwidth in (0.7, np.linspace(0.6, 1.4, D)):
+        for shift, scale, within in ((0, 1, 1e-12), (9, 1, 1e-12), (1e8, 1, 1e-10), (0, 1e3, 1e-3)):
+            query, key = scale * QUERY + shift, scale * KEY + shift
+            score = module["CentredGaussian"](bandwidth, key.mean(0))
+            want = -0.5 * (((query[:, None] - key) / bandwidth) ** 2).sum(-1)
+            actual = score.score_with_key_terms(query, key, score.key_terms(key))
+            np.testing.assert_allclose(actual, want, rtol=1e-9, atol=within)
+        sharp = module["CentredGaussian"](bandwidth * 1e-6, KEY.mean(0))
+        near = QUERY + 1e-6
+        apart = -0.5 * (((QUERY[:, None] - near) / (bandwidth * 1e-6)) ** 2).sum(-1)
+        actual = sharp.score_with_key_terms(QUERY, near, sharp.key_terms(near))
+        np.testing.assert_allclose(actual, apart, rtol=1e-9)
+        assert sharp.key_terms(KEY * 1e16) is None
+        same = module["CentredGaussian"](bandwidth, KEY.mean(0) + 1)
+        assert (same.score_with_key_terms(KEY, KEY, same.key_terms(KEY)) <= 0).all()
 
 
 NEGATIVE_SQUARES = -((QUERY[:, None] - KEY) ** 2).sum(-1) / 2.0**2

@@ -108,7 +108,7 @@ class TestWeights:
         assert "has no words" in qkv("weights", "  ").stderr
         assert "the limit is 200" in qkv("weights", "word " * 201).stderr
         assert "above 0" in qkv("weights", "a b", "--temperature", "0").stderr
-        assert "must end in" in qkv("weights", "a b", "--png", tmp_path / "a.txt").stderr
+        assert "must end in" in qkv("weights", "a b", "--words", "--png", tmp_path / "a.txt").stderr
         assert "layers 0 to 5" in qkv("weights", "a b", "--head", "6.0").stderr
         assert "leave them out" in qkv("weights", "a b", "--model", "--causal").stderr
 

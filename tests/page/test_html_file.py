@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from qkv import Database, scores, weightings
+from qkv.database.encoders import Numbers
 from qkv.page import to_html
 from qkv.page.html_file import read_module
 
@@ -73,7 +74,8 @@ def test_an_answer_is_computed_again_in_the_page(
 def test_of_many_rows_the_heaviest_are_there_with_the_weights_they_had(
     page: Any, tmp_path: Path
 ) -> None:
-    D: Any = Database([(x / 100, float(x)) for x in range(1000)])
+    rows = [(x / 100, float(x)) for x in range(1000)]
+    D: Any = Database(rows, encoder=Numbers(bandwidth=2.0))  # every row has weight
     result = D.ask(5.0)
     open_html(page, result, tmp_path / "a.html")
     assert (

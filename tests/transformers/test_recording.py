@@ -103,7 +103,7 @@ def test_top_and_pool_and_budget() -> None:
     assert figure.get_suptitle() == "pooled: max of up to 4 × 4"
     assert plot.heads(pooled).axes[0].get_title() == "pooled: max of up to 4 × 4"
     assert not plot.heads(top).axes[0].get_title()
-    with pytest.raises(ArgumentError, match="largest of each 4 × 4"):
+    with pytest.raises(ArgumentError, match="largest weight of each block of 4 × 4"):
         plot.data.entropy(pooled)
 
     small = run_model(model, ids, budget=2 * 4 * 4 * 20 * 20)

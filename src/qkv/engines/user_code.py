@@ -162,6 +162,7 @@ def _numbers_per_pair(call: Call) -> int:
     width = call.fw.static_shape(call.key)[-1]
     if not isinstance(call.score, UserScore):
         return call.score.numbers_per_pair(width)
+    call = call.upcast()
     key = calls.repeat_shared_heads(call, call.key)
     # A function that cannot be measured reads values, and cannot run in compiled blocks either.
     return call.fw.measure_pair_numbers(call.score.function, call.query, key) or 1

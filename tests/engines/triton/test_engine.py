@@ -227,7 +227,11 @@ def test_what_the_framework_knows_is_left_to_it(n, left, learned, dropout):
     """A cosine, but not so short that `dense` would have it, nor under a learned temperature or a
     seed, which its kernel does not take."""
     call: Any = SimpleNamespace(
-        fw=SimpleNamespace(is_traced=lambda x: False, static_shape=lambda x: (2, 2, n, 64)),
+        fw=SimpleNamespace(
+            is_traced=lambda x: False,
+            static_shape=lambda x: (2, 2, n, 64),
+            compiles_calls=False,
+        ),
         query=SimpleNamespace(device=SimpleNamespace(type="cuda")),
         key=None,
         lead=(2, 2),

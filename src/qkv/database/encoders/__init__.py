@@ -101,7 +101,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
     | bytes | `Exact` |
 
     >>> default([1.5, 2])
-    Numbers(bandwidth=None, units=None, mean=None, unit=None, spread=None)
+    Numbers(bandwidth=None, units=None, mean=None, unit=None, spread=None, neighbour_distance=None)
     """
     if is_array(keys):
         columns = len(keys.shape)  # type: ignore[attr-defined]
