@@ -17,6 +17,8 @@ from tests.cases import LEARNED, SCORES, WEIGHTINGS, case
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 from tests.sampling import FULL, sample
 
+pytestmark = pytest.mark.sample_of_module(400)
+
 FUNCTIONS_REFUSED = ("tensorflow", "mxnet")
 
 CASES = cases.product() if FULL else cases.covering()

@@ -10,6 +10,8 @@ from qkv import masks, scores, weightings
 from qkv.frameworks import to_numpy
 from tests.cases import SCORES, WEIGHTINGS
 
+pytestmark = pytest.mark.sample_of_module(30)
+
 N, M, D, DV = 3, 5, 2, 2
 rng = np.random.default_rng(11)
 QUERY, KEY, VALUE = rng.normal(size=(N, D)), rng.normal(size=(M, D)), rng.normal(size=(M, DV))

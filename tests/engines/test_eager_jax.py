@@ -13,6 +13,8 @@ from qkv import masks, scores, weightings
 from qkv.engines import choice, plan_cache
 
 jax = pytest.importorskip("jax")
+
+pytestmark = pytest.mark.sample_of_module(15)
 jnp = jax.numpy
 
 

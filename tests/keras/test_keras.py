@@ -13,7 +13,7 @@ pytest.importorskip("keras")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("backend", "file"),
     [

@@ -22,6 +22,8 @@ from tests.page.test_database import salaries, shown_as
 from tests.page.test_scores import KEYS, SHOWN, column, type_number
 from tests.serve.test_page import at_work
 
+pytestmark = pytest.mark.sample_of_module(5)
+
 
 @dataclass(frozen=True)
 class Stretched(scores.Score):

@@ -13,6 +13,8 @@ from qkv import masks, scores, weightings
 from qkv.page import to_html
 from qkv.page.points import points as points_of
 
+pytestmark = pytest.mark.sample_of_module(6)
+
 RNG = np.random.default_rng(3)
 X = np.sort(RNG.uniform(0, 4, 14)).round(2)
 Y = (np.sin(X) + RNG.normal(0, 0.2, 14)).round(2)

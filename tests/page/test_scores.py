@@ -12,6 +12,8 @@ import qkv
 from qkv import scores, weightings
 from qkv.page import to_html
 
+pytestmark = pytest.mark.sample_of_module(4)
+
 KEYS = np.linspace(-3, 3, 41).round(2)
 ONE = np.array([[1.0]])
 SHOWN = {"atol": 6e-4}

@@ -306,6 +306,8 @@ def unstack(x: Array, axis: int = 0) -> tuple[Array, ...]:
 
 
 def matrix_transpose(x: Array) -> Array:
+    if x.dtype == numpy.bool_:  # mx.np.swapaxes does not support booleans
+        return mnp.swapaxes(x.astype("int8"), -1, -2).astype("bool")
     return mnp.swapaxes(x, -1, -2)
 
 

@@ -22,6 +22,8 @@ from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from qkv.weightings import Normalized, Softmax, TopK
 from qkv.weightings.error_bound import ErrorBound
 
+pytestmark = pytest.mark.sample_of_module(45)
+
 WIDTH = 32
 SCORES = [
     scores.Dot(),

@@ -19,6 +19,8 @@ from qkv.engines.triton.call_arrays import build_kernel_arrays
 from qkv.engines.triton.launching.kernel_call import KernelCall
 from qkv.engines.triton.pair_functions import tile_lists
 
+pytestmark = pytest.mark.sample_of_module(8)
+
 N, M = 45, 61
 ROWS, COLS = 16, 8
 RULES = {
