@@ -28,6 +28,8 @@ from tests.sampling import FULL
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.sample_of_module(1600)
+
 N, M, D, DV, HIDDEN = 4, 7, 3, 2, 4
 FAR, SHUT = 2, 3
 """The query beyond every window, and the one that a mask leaves nothing."""

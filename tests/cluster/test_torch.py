@@ -19,7 +19,7 @@ def faults(tmp_path_factory):
     return run_ranks(tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "size"), PAIRS)
 def test_as_one_process(name, size, faults):
     assert not any(rank.get((name, size)) for rank in faults), faults

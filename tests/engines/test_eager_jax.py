@@ -14,7 +14,7 @@ from qkv.engines import choice, plan_cache
 
 jax = pytest.importorskip("jax")
 
-pytestmark = pytest.mark.sample_of_module(15)
+pytestmark = pytest.mark.sample_of_module(10)
 jnp = jax.numpy
 
 

@@ -16,6 +16,8 @@ from qkv.frameworks import get_framework, to_numpy
 from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 
+pytestmark = pytest.mark.sample_of_module(70)
+
 rng = np.random.default_rng(0)
 N, M, D = 310, 290, 5
 QUERY, KEY, VALUE = (rng.normal(size=(size, D)) for size in (N, M, M))

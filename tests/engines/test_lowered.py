@@ -19,6 +19,8 @@ from tests.engines.test_battery import SPARSELY
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 from tests.sampling import sample
 
+pytestmark = pytest.mark.sample_of_module(140)
+
 LOWERED = ("multiplicative", "cosine", "learned_cosine", "gaussian", "learned_gaussian", "additive")
 COVERING = [
     (score, weighting, mask)

@@ -14,6 +14,8 @@ from qkv.frameworks.torch import is_finite
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.sample_of_module(28)
+
 KINDS = {
     "native": {},
     "causal": {"mask": "causal"},

@@ -23,6 +23,8 @@ from qkv.nn import (  # noqa: E402
 )
 from tests.transforms import TORCH  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(50)
+
 FULL = True
 """Whether torch.compile must take each layer as one graph."""
 

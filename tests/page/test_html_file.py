@@ -10,6 +10,8 @@ from qkv.database.encoders import Numbers
 from qkv.page import to_html
 from qkv.page.html_file import read_module
 
+pytestmark = pytest.mark.sample_of_module(11)
+
 NAMES = {"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex", "Hu": "Rachel"}
 SALARIES = {2.5: 60.0, 3.0: 70.0, 3.2: 71.0, 3.6: 86.0, 3.9: 95.0}
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><b>&lt;"

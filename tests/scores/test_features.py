@@ -9,7 +9,7 @@ from qkv.frameworks import to_numpy
 from qkv.scores import tanh_factors, tanh_features
 from tests.installed_frameworks import FRAMEWORKS
 
-pytestmark = pytest.mark.sample_of_module(6)
+pytestmark = pytest.mark.sample_of_module(4)
 
 RANGES = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
 

@@ -160,9 +160,9 @@ def _has_signature(fw: Framework, record: Any) -> bool:
 def _numbers_per_pair(call: Call) -> int:
     """Return how many numbers the score holds at once for each query and key."""
     width = call.fw.static_shape(call.key)[-1]
-    if not isinstance(call.score, UserScore):
-        return call.score.numbers_per_pair(width)
-    call = call.upcast()
+    score, call = call.score, call.upcast()
+    if not isinstance(score, UserScore):
+        return score.numbers_per_pair(width)
     key = calls.repeat_shared_heads(call, call.key)
     # A function that cannot be measured reads values, and cannot run in compiled blocks either.
-    return call.fw.measure_pair_numbers(call.score.function, call.query, key) or 1
+    return call.fw.measure_pair_numbers(score.function, call.query, key) or 1
