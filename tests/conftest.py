@@ -16,6 +16,7 @@ __all__ = ["browser", "page"]
 
 STARTED = time.monotonic()
 SESSION: list[pytest.Session] = []
+TIME_LIMIT_REACHED: list[bool] = []
 
 # A busy machine is slow, so there is no deadline. `make test-full` looks for new examples; other
 # runs try the same ones.
@@ -122,7 +123,14 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
     """Stop after the seconds of QKV_TEST_SECONDS, which `make check` sets."""
     limit = float(os.environ.get("QKV_TEST_SECONDS", "inf"))
     if SESSION and time.monotonic() - STARTED > limit:
+        TIME_LIMIT_REACHED.append(True)
         SESSION[0].shouldstop = f"stopped after {limit:g} s: `make test` runs the rest"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Report success if the time limit stopped the run and no test had failed."""
+    if TIME_LIMIT_REACHED and not session.testsfailed:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
