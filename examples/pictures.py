@@ -111,7 +111,7 @@ def salary(D: qkv.Database, query: float, width: float) -> Any:
         fontsize=9,
         color=INK,
     )
-    left.set_title(f"q = {query}: who is listened to", fontsize=10, color=INK)
+    left.set_title(f"q = {query}: the weight of each row", fontsize=10, color=INK)
     left.set_ylabel("starting salary, thousands", fontsize=9, color=INK)
     # Inside the panel: outside it would overlap the axis of the next one.
     inside = left.inset_axes((0.74, 0.1, 0.22, 0.035))
