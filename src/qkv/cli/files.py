@@ -26,6 +26,12 @@ def check_suffix(path: Path, suffixes: Sequence[str]) -> None:
         raise ArgumentError(f"{path}: the name must end in {', '.join(suffixes)}")
 
 
+def check_overwrite(path: Path, overwrite: bool) -> None:
+    """Raise `ArgumentError` if the file exists and may not be overwritten."""
+    if path.is_file() and not overwrite:
+        raise ArgumentError(f"{path} exists: overwrite it with --overwrite, or choose another name")
+
+
 def write_figure(path: Path, figure: Any) -> None:
     """Write a matplotlib figure in the format of the path's suffix."""
     check_suffix(path, PICTURE_SUFFIXES)

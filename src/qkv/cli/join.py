@@ -11,7 +11,7 @@ from qkv.cli import arguments, files, options, terminal
 from qkv.cli.ask import build_query_options
 from qkv.cli.command import EXIT_NOTHING_FOUND, EXIT_OK, Result
 from qkv.cli.source import is_store, open_source
-from qkv.errors import ArgumentError, format_plural, unknown_name_error
+from qkv.errors import format_plural, unknown_name_error
 
 if TYPE_CHECKING:
     from qkv.database.join import JoinInput
@@ -66,10 +66,7 @@ def join(
 
     if output is not None:
         files.check_suffix(output, TABLE_SUFFIXES)
-        if output.is_file() and not overwrite:
-            raise ArgumentError(
-                f"{output} exists: overwrite it with --overwrite, or choose another name"
-            )
+        files.check_overwrite(output, overwrite)
     with (
         _open_left(left, left_key) as left_input,
         open_source(

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from qkv.cli import arguments, options, terminal
+from qkv.cli import arguments, files, options, terminal
 from qkv.cli.command import EXIT_NOTHING_FOUND, EXIT_OK, Result
 from qkv.cli.source import is_store, open_source
-from qkv.errors import ArgumentError, format_plural
+from qkv.errors import format_plural
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -89,10 +89,7 @@ def export(
     """
     from qkv.database.export import files as out
 
-    if output.is_file() and not overwrite:
-        raise ArgumentError(
-            f"{output} exists: overwrite it with --overwrite, or choose another name"
-        )
+    files.check_overwrite(output, overwrite)
     with _open_for_reading(source, read, skip) as database:
         condition = arguments.join_conditions(where, database.columns) if where else None
         rows = database.rows(where=condition)
