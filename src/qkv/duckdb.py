@@ -19,6 +19,7 @@ import numpy as np
 
 from qkv.attention import attend
 from qkv.database import Database, encoders, open, parsing
+from qkv.database.join import can_match
 from qkv.database.query.inputs import Batch
 from qkv.database.sources.sql import quote_identifier, quote_literal
 from qkv.database.table.cells import is_missing
@@ -248,8 +249,7 @@ def _match_keys(left: Any, right: Any, options: Any) -> Any:
         encoder = ask_options.pop("encoder", None)
         encoder = None if encoder is None else encoders.resolve_name(encoder)
         database = Database(keys, range(len(keys)), encoder=encoder)
-        # Like NULL, a blank query matches nothing, unless some key equals the query.
-        positions = [i for i, key in enumerate(queries) if not _is_blank(key) or key in database]
+        positions = [i for i, key in enumerate(queries) if can_match(key, database)]
         answers = database.ask(Batch(queries[i] for i in positions), **ask_options)
         matches.append(
             [
@@ -261,11 +261,6 @@ def _match_keys(left: Any, right: Any, options: Any) -> Any:
     int64 = pyarrow.int64()
     fields = {"l": int64, "r": int64, "weight": pyarrow.float64(), "rank": int64}
     return pyarrow.array(matches, pyarrow.list_(pyarrow.struct(fields)))
-
-
-def _is_blank(key: Any) -> bool:
-    """Return whether a key is text without a visible character."""
-    return isinstance(key, str) and not key.strip()
 
 
 # attend

@@ -6,7 +6,7 @@ import pytest
 
 import qkv
 from qkv.database import join
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError
 
 
 def test_joined_rows_are_those_that_ask_finds(monkeypatch):
@@ -52,3 +52,11 @@ def test_wrong_arguments_are_named_before_the_first_row():
         D.join(D, top=0)
     with pytest.raises(TypeError, match="scor"):
         list(D.join(D, scor="exact"))
+    with pytest.raises(DtypeError, match="join needs a database, not dict"):
+        D.join({"a": 1})
+
+
+def test_a_blank_key_matches_a_key_that_equals_it():
+    left, right = qkv.Database({" ": 1, "  ": 2}), qkv.Database({" ": "blank", "tea": "tea"})
+    rows = left.join(right, weighting="hard")
+    assert [row["value_right"] for row in rows] == ["blank", None]

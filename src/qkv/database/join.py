@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from qkv.database.interface import RowSource
 from qkv.database.query.arguments import check_top
 from qkv.database.query.inputs import Batch
 from qkv.database.table.cells import is_missing
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError
 from qkv.util.types import ProgressCallback
 
 QUERIES_PER_BATCH = 256
@@ -53,10 +54,14 @@ def join_rows(
     """Yield each row of `left` with its `top` best rows of the database `right`.
 
     The key of the left row is the query, and `options` are those of `right.ask`. A left row is
-    yielded once, with None in the columns of `right`, if its key is missing or blank or if no
+    yielded once, with None in the columns of `right`, if its key can match nothing or if no
     weight reaches `min_weight`.
     """
     check_top(top)
+    if not isinstance(right, RowSource):
+        raise DtypeError(
+            f"join needs a database, not {type(right).__name__}: build one with Database(…)"
+        )
     if not isinstance(min_weight, int | float) or not 0 <= min_weight <= 1:
         raise ArgumentError(f"min_weight must be a weight between 0 and 1, not {min_weight!r}")
     return _join_batches(left, right, top, min_weight, progress, options)
@@ -75,7 +80,7 @@ def _join_batches(
     rows, done = iter(left.rows), 0
     while batch := list(islice(rows, QUERIES_PER_BATCH)):
         keys = [_get_key(row, left.key) for row in batch]
-        with_key = [i for i, key in enumerate(keys) if not _is_blank(key)]
+        with_key = [i for i, key in enumerate(keys) if can_match(key, right)]
         answers = (
             right.ask(Batch(keys[i] for i in with_key), top=top, **options) if with_key else []
         )
@@ -100,8 +105,13 @@ def _get_key(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
     return row[columns[0]] if len(columns) == 1 else tuple(row[name] for name in columns)
 
 
-def _is_blank(key: Any) -> bool:
-    """Return whether a key matches nothing: it is missing, or text without a visible character."""
+def can_match(key: Any, database: Any) -> bool:
+    """Return whether a key may match rows of a database.
+
+    A missing key matches nothing. Nor does text without a visible character, unless some key of the
+    database equals it.
+    """
     if isinstance(key, tuple):
-        return any(is_missing(cell) for cell in key)
-    return is_missing(key) or (isinstance(key, str) and not key.strip())
+        return not any(is_missing(cell) for cell in key)
+    is_blank = isinstance(key, str) and not key.strip()
+    return not is_missing(key) and (not is_blank or key in database)
