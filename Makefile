@@ -16,7 +16,7 @@ MACHINE := $(shell uname -m)
 # MXNet have wheels for one kind of processor.
 TENSORFLOW := $(if $(filter x86_64,$(MACHINE)),tensorflow-cpu,tensorflow)
 MXNET := $(filter x86_64,$(MACHINE))
-EXTRAS := torch,jax,plot,onnx,text,sentences,tables,postgres,widget,serve,ray
+EXTRAS := torch,jax,plot,onnx,text,index,sentences,tables,postgres,widget,serve,ray
 EXTRAS := $(EXTRAS),sklearn,duckdb,datasets,langchain,llama-index,haystack,docs,test,dev
 INSTALL := -e ".[$(EXTRAS)]" $(TENSORFLOW)
 # The demo shows no framework but NumPy, and need not wait for the others.

@@ -1,0 +1,162 @@
+"""Which engine finds the nearest rows of a segment? FAISS and usearch, on one core.
+
+Each engine builds an index of clustered unit vectors. The table has the time of ten neighbours of
+one query, their recall, the time of 1,000 neighbours, the time to build, and the size of the
+index as a share of the vectors. Queries are drawn like the rows. Codes are re-ranked exactly.
+
+    python -m bench.index [--rows N] [--width D] [--graphs] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from bench._results import show, write
+from bench._side_by_side import peer
+
+QUERIES, BEST, MANY = 200, 10, 1000
+RERANKED = 30
+PROBES, EXPANSIONS = (8, 32, 128), (32, 64, 128)
+Search = Callable[[np.ndarray, int], np.ndarray]
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    keys, queries = make_clusters(options.rows, options.width)
+    rows = list(measure_engines(keys, queries, options.graphs))
+    for row in rows:
+        show(row)
+    if options.write:
+        write("index", rows, replace=False)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--graphs", action="store_true", help="HNSW too; it builds for minutes")
+    parser.add_argument("--write", action="store_true")
+    return parser
+
+
+def make_clusters(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return unit vectors around one centre per 1,000 rows, and queries drawn like them."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(max(rows // 1000, 10), width))
+    labels = rng.integers(0, len(centres), rows + QUERIES)
+    x = (0.6 * centres[labels] + rng.normal(size=(len(labels), width))).astype(np.float32)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x[:rows], x[rows:]
+
+
+def measure_engines(keys: np.ndarray, queries: np.ndarray, graphs: bool) -> Iterator[Any]:
+    """Yield a row of results with one side per engine and setting."""
+    faiss: Any = peer("faiss")
+    faiss.omp_set_num_threads(1)
+    flat = faiss.IndexFlatIP(keys.shape[1])
+    flat.add(keys)
+    best = flat.search(queries, BEST)[1]
+    sides: dict[str, Any] = {}
+    for name, build_seconds, size, search in build_indexes(faiss, keys, graphs):
+        found = [rerank(keys, q, search(q[None], RERANKED)) for q in queries]
+        recall = np.mean([len({*a} & {*b}) / BEST for a, b in zip(found, best, strict=True)])
+        sides[name] = {
+            "ms": time_queries(queries, lambda q, search=search: search(q, RERANKED)),
+            "recall@10": float(recall),
+            "ms of 1,000": time_queries(queries, lambda q, search=search: search(q, MANY)),
+            "build, s of CPU": build_seconds,
+            "index / vectors": size / keys.nbytes,
+        }
+    sides["flat"] = {"ms": time_queries(queries, lambda q: flat.search(q, BEST)), "recall@10": 1.0}
+    rows, width = keys.shape
+    yield {"work": f"engines of an index, {rows:,} × {width}", "sides": sides, "goals": []}
+
+
+def build_indexes(
+    faiss: Any, keys: np.ndarray, graphs: bool
+) -> Iterator[tuple[str, float, int, Search]]:
+    """Yield (name, CPU seconds to build, bytes, search) of each engine and setting."""
+    rows, width = keys.shape
+    lists, metric = int(4 * rows**0.5), faiss.METRIC_INNER_PRODUCT
+    eight_bits = faiss.ScalarQuantizer.QT_8bit
+    makers = {
+        "FAISS IVF": lambda x: faiss.IndexIVFFlat(x, width, lists, metric),
+        "FAISS IVF, 8 bits": lambda x: faiss.IndexIVFScalarQuantizer(
+            x, width, lists, eight_bits, metric
+        ),
+        "FAISS IVF, fast-scan PQ": lambda x: faiss.IndexIVFPQFastScan(
+            x, width, lists, width // 2, 4, metric
+        ),
+    }
+    for name, make in makers.items():
+        started = time.process_time()
+        index = make(faiss.IndexFlatIP(width))
+        index.cp.max_points_per_centroid = 64
+        index.train(keys)
+        index.add(keys)
+        seconds, size = time.process_time() - started, faiss.serialize_index(index).nbytes
+        for probes in PROBES:
+            index.nprobe = probes
+            yield (
+                f"{name}, {probes} of {lists:,} lists",
+                seconds,
+                size,
+                lambda q, k, index=index: index.search(q, k)[1][0],
+            )
+    if not graphs:
+        return
+    started = time.process_time()
+    graph = faiss.IndexHNSWFlat(width, 16, metric)
+    graph.hnsw.efConstruction = 100
+    graph.add(keys)
+    seconds, size = time.process_time() - started, faiss.serialize_index(graph).nbytes
+    for expansion in EXPANSIONS:
+        graph.hnsw.efSearch = expansion
+        yield (
+            f"FAISS HNSW, expansion {expansion}",
+            seconds,
+            size,
+            lambda q, k: graph.search(q, k)[1][0],
+        )
+    usearch = peer("usearch.index")
+    for dtype in ("f32", "i8") if usearch else ():
+        started = time.process_time()
+        peer_index = usearch.Index(
+            ndim=width, metric="ip", dtype=dtype, connectivity=16, expansion_add=100
+        )
+        peer_index.add(np.arange(rows), keys, threads=1)
+        seconds, size = time.process_time() - started, peer_index.serialized_length
+        for expansion in EXPANSIONS:
+            peer_index.expansion_search = expansion
+            yield (
+                f"usearch {dtype}, expansion {expansion}",
+                seconds,
+                size,
+                lambda q, k, index=peer_index: index.search(q[0], k, threads=1).keys,
+            )
+
+
+def rerank(keys: np.ndarray, query: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the rows with the best exact scores."""
+    rows = np.asarray(rows).astype(np.int64)
+    rows = rows[rows >= 0]
+    return rows[np.argsort(-(keys[rows] @ query))[:BEST]]
+
+
+def time_queries(queries: np.ndarray, search: Callable[[np.ndarray], Any]) -> float:
+    """Return the median CPU time of one query in milliseconds."""
+    times = []
+    for query in queries[:100]:
+        started = time.process_time()
+        search(query[None])
+        times.append(time.process_time() - started)
+    return float(np.median(times) * 1e3)
+
+
+if __name__ == "__main__":
+    main()
