@@ -435,7 +435,7 @@ def topk_kernel(
         if ties > 0:
             equal = (s == foot[:, None]).to(tl.int32)
             fit = _count_fitting_columns(equal, max_ties - seen)
-            start, _ = tile_positions(tile, keys.at, F.COLS, F)
+            start = tile_positions(tile, keys.at, F.COLS, F)[0]
             last = tl.where(seen <= max_ties, start + fit - 1, last)
             seen += tl.sum(equal, 1)
     # Half way to the next score, so that rounding in another tile shape cannot exclude the k-th.
