@@ -13,7 +13,7 @@ from dataclasses import replace
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
-from qkv.errors import format_count
+from qkv.errors import FrameworkError, format_count
 from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
 from qkv.frameworks.tree import array_leaves, replace_arrays
@@ -54,7 +54,7 @@ def shape_based_reason(call: Call) -> str | None:
         return "the gate multiplies each score, so the score is not a dot product"
     if call.has_unknown_length:
         return streaming.UNKNOWN_LENGTH_REASON
-    if call.fw.is_traced(call.query) and not call.fw.needs_equal_spans:
+    if call.fw.is_in_fixed_graph(call.query):
         return "a traced graph cannot choose another engine for sums that are not finite"
     if call.fw.device_block_numbers(call.query) is not None:
         return "on a GPU the check that its sums are finite would wait for the device"
@@ -110,6 +110,9 @@ def run(call: Call) -> tuple[Array, None, None]:
     finite = _are_finite(call.fw, sums)
     if finite is not None:
         return call.fw.matmul(query, sums) if finite else streaming.run(original)[0], None, None
+    if not call.fw.needs_equal_spans:
+        # TensorFlow cannot differentiate a branch with a gradient of its own.
+        raise FrameworkError("the linear engine reads whether its sums are finite")
 
     def run_linear(*arrays: Array) -> Array:
         return call.fw.matmul(*_sum_keys(replace_arrays(call.fw, call, arrays)))

@@ -188,7 +188,7 @@ def _build_plan_function(
         and (mask_is_array or not mask_has_arrays)
         and call.bias is None
     )
-    if is_plain and call.value is not None and not fw.needs_equal_spans:
+    if is_plain and call.value is not None and not fw.compiles_calls:
         direct: Callable[..., Any] | ThreeArrayRunner | None = choice.build_direct_runner(call)
         if direct is not None:
             return direct

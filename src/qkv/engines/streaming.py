@@ -89,10 +89,10 @@ def slower_reason(call: Call) -> str | None:
         return "the scores of the whole matrix exist already"
     if user_code.evaluates_scores(call):
         return (
-            f"outside jit, {call.fw.name} would compile the function of the score in every call; "
+            f"{call.fw.name} would compile the function of the score in every call; "
             "dense calls it once, on the whole matrix"
         )
-    if call.fw.is_traced(call.query) and not call.fw.needs_equal_spans:
+    if call.fw.is_in_fixed_graph(call.query):
         return "a traced graph would contain every block; dense is shorter and fits any length"
     if numbers <= MAX_DENSE_NUMBERS:
         return (

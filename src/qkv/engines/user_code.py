@@ -1,8 +1,8 @@
-"""Functions of the caller, on a framework that compiles calls (JAX outside `jit`).
+"""Functions of the caller, on a framework that compiles calls: JAX and TensorFlow, when eager.
 
-A function is no cache key: what it captures may change between two calls. If JAX compiled it, every
-call would compile again. So it runs as it is, once, on the whole matrix. Its scores and booleans
-are arguments of a compiled plan.
+A function is no cache key: what it captures may change between two calls. If it were compiled,
+every call would compile again. So it runs as it is, once, on the whole matrix. Its scores and
+booleans are arguments of a compiled plan.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ def _evaluate_score(call: Call) -> Array:
     fw, score = call.fw, call.score
     inner = score.score if isinstance(score, Modified) else None
     has_inner = inner is not None and _has_signature(fw, inner)
+    if inner is None and call.rule is None:  # the function needs no positions, and nothing is 0
+        fresh = call.upcast()
+        s = score(fresh.query, calls.repeat_shared_heads(fresh, fresh.key))
+        return fw.astype(s, fw.dtype_name(fresh.query))
     ready = _prepare(call, inner if has_inner else None)
     if isinstance(score, Modified) and ready.inner is not None:
         s = score.modify(ready.inner, ready.query, ready.key, ready.block)

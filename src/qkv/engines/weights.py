@@ -135,9 +135,7 @@ def _query_spans(call: Call) -> list[Span]:
     fw = call.fw
     if isinstance(call.score, EvaluatedScore):
         return [Span(0, call.n)]
-    if streaming.unsupported_reason(call) or (
-        fw.is_traced(call.query) and not fw.needs_equal_spans
-    ):
+    if streaming.unsupported_reason(call) or fw.is_in_fixed_graph(call.query):
         return [Span(0, call.n)]
     numbers_per_query = max(math.prod(call.lead) * call.m * streaming.numbers_per_pair(call), 1)
     on_device = fw.name == "torch" and call.query.device.type != "cpu"

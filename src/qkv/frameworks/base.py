@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -89,6 +90,8 @@ class Framework:
     """Whether the spans of keys of all queries come from one grid: two are equal or disjoint."""
     compiles_calls = False
     """Whether `compile_function` compiles the plans of calls."""
+    reruns_user_code = False
+    """Whether a class of the caller runs in each call, so that it sees what its methods read."""
     has_immutable_arrays = False
     """Whether nothing can write to an array."""
     supports_masked_gather = False
@@ -175,6 +178,13 @@ class Framework:
     def is_abstract(self, x: Array) -> bool:
         """Return whether x has no value yet; False for a value that autodiff only wraps."""
         return self.is_traced(x)
+
+    def is_in_fixed_graph(self, x: Array) -> bool:
+        """Return whether x belongs to a graph that would contain every block, and fit any length.
+
+        Such a graph is the caller's. A plan that is compiled keeps the blocks of its engine.
+        """
+        return self.is_traced(x) and not self.needs_equal_spans
 
     def is_compiling(self, x: Array) -> bool:
         """Return whether x belongs to a graph that is compiled later, so that no plan may run."""
@@ -526,6 +536,10 @@ class Framework:
         )
 
 
+MAX_SEARCHED_ENTRIES = 256
+"""The most entries of a captured list or dictionary that are searched for arrays."""
+
+
 def captures_arrays(function: Callable[..., Any], root: str) -> bool:
     """Return whether a function's closure, defaults, globals or owner hold arrays or models.
 
@@ -543,6 +557,10 @@ def captures_arrays(function: Callable[..., Any], root: str) -> bool:
         )
     elif not inspect.ismethod(function):
         candidates.append(function)
+    for item in list(candidates):
+        if type(item) in (tuple, list, dict):
+            entries = item.values() if type(item) is dict else item
+            candidates += itertools.islice(entries, MAX_SEARCHED_ENTRIES)
     for item in candidates:
         inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
         if inspect.ismodule(item) or inspect.isclass(item):

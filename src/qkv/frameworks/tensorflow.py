@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context as tensorflow_context
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from qkv.frameworks import tensorflow_namespace
 from qkv.frameworks.base import (
@@ -16,15 +19,18 @@ from qkv.frameworks.base import (
     ForwardFunction,
     Framework,
     ReferenceFunction,
+    Tiling,
     captures_arrays,
 )
+from qkv.util.caches import memoize
 from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
 
 
 class TensorFlow(Framework):
     name = "tensorflow"
     xp = tensorflow_namespace
-    has_gradients = needs_disjoint_spans = True
+    has_gradients = needs_disjoint_spans = compiles_calls = reruns_user_code = True
+    has_immutable_arrays = True
 
     def matmul(self, x: Array, y: Array) -> Array:
         return tensorflow_namespace.matmul(x, y)
@@ -62,6 +68,25 @@ class TensorFlow(Framework):
     def is_traced(self, x: Array) -> bool:
         return not hasattr(x, "numpy")
 
+    def is_in_fixed_graph(self, x: Array) -> bool:
+        return self.is_traced(x) and not _PLAN.is_traced
+
+    def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
+        if not tf.executing_eagerly():
+            return None
+        arrays = (query, key) if value is None else (query, key, value)
+        kinds = tuple(map(type, arrays))
+        if not _EAGER_TYPES.issuperset(kinds):
+            return None
+        shapes = [tuple(x.shape) for x in arrays]
+        return *shapes, *[None] * (3 - len(shapes)), kinds, *(x.dtype for x in arrays)
+
+    def without_data(self, x: Array) -> Array:
+        return tf.TensorSpec(x.shape, x.dtype)
+
+    def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        return _CompiledFunction(function)
+
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
         return tf.cast(tf.constant(np.asarray(data)), getattr(tf, dtype))
 
@@ -88,6 +113,14 @@ class TensorFlow(Framework):
 
     def accumulator_total(self, accumulator: Any) -> Array:
         return accumulator.join_tiles()
+
+    def map_tiles(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
+        _PLAN.check_length(tiling)
+        return super().map_tiles(pool, tiling)
+
+    def fold_tiles(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:
+        _PLAN.check_length(tiling)
+        return super().fold_tiles(step, carry, tiling)
 
     def cond(self, condition: Array, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
         # XLA cannot differentiate a branch with an axis of unknown length.
@@ -135,6 +168,92 @@ class TensorFlow(Framework):
 
         out = run_forward(*leaves)
         return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+class _PlanState(threading.local):
+    """Whether this thread traces a plan."""
+
+    is_traced = False
+
+    def check_length(self, tiling: Tiling) -> None:
+        if self.is_traced and sum(max(len(cols), 1) for _, cols in tiling) > MAX_BLOCKS_PER_GRAPH:
+            raise _LongGraphError
+
+
+class _LongGraphError(Exception):
+    """A plan has so many blocks that a graph of them saves little and takes long to trace."""
+
+
+_PLAN = _PlanState()
+_EAGER_TYPES = frozenset((type(tf.constant(0.0)), ResourceVariable))
+
+MAX_BLOCKS_PER_GRAPH = 16
+"""The most blocks of a plan that is traced. The operations of a block take longer than Python."""
+
+MAX_GRAPHS_PER_PLAN = 64
+"""The most shapes for which a plan keeps a graph. Calls with other shapes run without one."""
+
+MAX_SHAPES_PER_PLAN = 1024
+"""The most shapes that a plan recognizes when they come again."""
+
+
+class _CompiledFunction:
+    """A function of arrays that becomes a graph when it is called again with the same shapes.
+
+    Tracing takes about ten times as long as a call. So a loop over growing lengths traces nothing.
+    The graph runs the operations of the first call as they are, so its results have the same bits.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.runs: dict[Any, Callable[..., Any] | None] = {}
+        self.graph_count = 0
+
+    def __call__(self, *arrays: Array) -> Any:
+        if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
+            return self.function(*arrays)
+        arrays = tuple(map(tf.convert_to_tensor, arrays))  # reads each variable once
+        signature = tuple([(tuple(x.shape), x.dtype) for x in arrays])
+        run = self.runs.get(signature)
+        if run is None:
+            has_come_before = signature in self.runs
+            if has_come_before and self.graph_count < MAX_GRAPHS_PER_PLAN:
+                run = self._trace(arrays)
+            if len(self.runs) < MAX_SHAPES_PER_PLAN:
+                self.runs[signature] = run
+        return (run or self.function)(*arrays)
+
+    def _trace(self, arrays: Sequence[Array]) -> Callable[..., Any]:
+        """Return the graph; the function itself if it reads values or has many blocks."""
+        before, _PLAN.is_traced = _PLAN.is_traced, True
+        try:
+            specs = [tf.TensorSpec(x.shape, x.dtype) for x in arrays]
+            graph = tf.function(self.function, autograph=False).get_concrete_function(*specs)
+        except Exception:  # whatever it is: eager operations are what the caller asked for
+            return self.function
+        finally:
+            _PLAN.is_traced = before
+        self.graph_count += 1
+
+        def run_graph(*arrays: Array) -> Any:
+            context = tensorflow_context.context()
+            options = context.function_call_options
+            context.function_call_options = _options_without_rewriting()
+            try:
+                return graph(*arrays)
+            finally:
+                context.function_call_options = options
+
+        return run_graph
+
+
+@memoize("frameworks.tensorflow_call_options")
+def _options_without_rewriting() -> Any:
+    """Return options for calls of graphs: the optimizer of graphs would change the rounding."""
+    config = tensorflow_context.context().config
+    config.allow_soft_placement = True
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return tensorflow_context.FunctionCallOptions(config_proto=config)
 
 
 def _distinct_tensors(arrays: Sequence[Array]) -> tuple[Array, ...]:

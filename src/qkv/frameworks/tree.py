@@ -245,8 +245,12 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
         return ArraySignature(type(record), record.dtype, tuple(record.shape), learned)
     names = field_names(record)
     if names is not None and attributes is not None and len(attributes) == len(names):
+        is_own = type(record).__module__.partition(".")[0] == "qkv"
+        if fw.reruns_user_code and not is_own:
+            raise UncacheableError
         signature = (type(record), *[record_signature(fw, attributes[name]) for name in names])
-        if not (ArraySignature in map(type, signature) or has_arrays(signature)):
+        # Another framework may need to know that the class is the caller's.
+        if is_own and not (ArraySignature in map(type, signature) or has_arrays(signature)):
             attributes[SIGNATURE_ATTRIBUTE] = signature
         return signature
     if type(record) is tuple:
