@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.answer_backend import AnswerBackend, DetachedBackend, Row, SourceRows, ValueWeight
+from qkv.answer_backend import (
+    AnswerBackend,
+    DetachedBackend,
+    MissingWeight,
+    Row,
+    SourceRows,
+    ValueWeight,
+)
 from qkv.errors import (
     ArgumentError,
     CombinationError,
@@ -124,9 +131,20 @@ class Answer(Displayable):
     coverage: float | None = field(kw_only=True, default=None)
     """The probability that `prediction_set` contains the right row; None without calibration."""
     error_bound: float = field(kw_only=True, default=0.0)
-    """An upper bound on ½ Σ |αᵢ − exact αᵢ|; 0 if the weights are exact up to rounding."""
+    """An upper bound on ½ Σ |αᵢ − exact αᵢ|; 0 if the weights are exact up to rounding.
+
+    It is 1 for an approximate answer, for which nothing is proven: see `missing_weight`.
+    """
     rows_read: int = field(kw_only=True, default=0)
     """The number of keys that were read in full precision."""
+    missing_weight: MissingWeight | None = field(kw_only=True, default=None)
+    """The estimated weight of the rows that an approximate answer did not read.
+
+    None without `approximate`, and for weightings of the best rows only.
+    """
+    recall: float | None = field(kw_only=True, default=None)
+    """The share of the ten best rows that such an approximate answer reads, as measured when the
+    index was built; 1 if all rows were read, and None without `approximate`."""
     bound_is_probabilistic: bool = field(kw_only=True, default=False)
     """Whether `error_bound` holds only with the requested confidence; False if it always holds."""
     engine: str
@@ -352,11 +370,22 @@ class Answer(Displayable):
 
     @property
     def _error_bound_text(self) -> str:
-        """A sentence about the error bound."""
+        """A sentence about the error bound, or about the rows that were left out."""
+        read = f"{self.rows_read:,} keys were read in full"
+        if self.recall is not None:
+            found = (
+                f"the index finds {_format_percent(self.recall)} of the ten best rows on average"
+            )
+            if self.missing_weight is None:
+                return f"The rows come from an index: {found}; {read}"
+            estimate, low, high = map(_format_percent, self.missing_weight)
+            return (
+                f"Rows that were not read have about {estimate} of the weight (an estimate: {low} "
+                f"to {high} for 90 % of queries); {found}; {read}"
+            )
         guarantee = "with the requested confidence" if self.bound_is_probabilistic else "guaranteed"
         return (
-            f"The weights are within {self.error_bound:.2g} of the exact ones ({guarantee}); "
-            f"{self.rows_read:,} keys were read in full"
+            f"The weights are within {self.error_bound:.2g} of the exact ones ({guarantee}); {read}"
         )
 
     @property
@@ -509,6 +538,12 @@ class Answer(Displayable):
             SERIALIZED_NAMES.get(name, name): getattr(self, name) for name in SERIALIZED_FIELDS
         }
         result |= {"rows": list(map(row, self.rows))} | self._prediction_set_fields(row)
+        if self.recall is not None:
+            missing = self.missing_weight
+            result |= {
+                "missing_weight": None if missing is None else list(missing),
+                "recall": self.recall,
+            }
         return result | ({"hint": self.hint} if not self.total and self.hint else {})
 
     def _prediction_set_fields(self, row: Callable[[Row], Any]) -> dict[str, Any]:
@@ -586,6 +621,8 @@ class Answer(Displayable):
             lines.append(f"  {self._exact_match_text}")
         if self.coverage is not None:
             lines.append(f"  {self._coverage_text}")
+        if self.error_bound and self.recall is not None:
+            lines.append(f"  {self._error_bound_text}")
         if self.hint:
             lines.append(f"  {self.hint}")
         left_out = f"; {self.missing_text} left out" if self.missing else ""

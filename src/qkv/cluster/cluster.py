@@ -122,6 +122,7 @@ class Cluster(ReadableDatabase[Any, Any]):
         weighting: WeightingLike,
         where: Any,
         bound_options: dict[str, float | None],
+        approximate: bool | float | None = None,  # a cluster reads all rows
     ) -> Array:
         if get_framework(code.code).is_abstract(code.code):
             raise FrameworkError(

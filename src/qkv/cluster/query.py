@@ -178,6 +178,8 @@ class ShardedWeights:
 class ShardedQueryExecutor(QueryExecutor):
     """A `QueryExecutor` that sends queries to the shards and merges the results."""
 
+    index_refusal = "a cluster reads all rows"
+
     view: ShardedView
 
     def __init__(

@@ -22,6 +22,7 @@ from qkv.database.errors import (
     DuplicateKeyError,
     KeyNotFoundError,
     StaleFitWarning,
+    StaleIndexWarning,
     StoreClosedError,
     warn_no_rows,
 )
@@ -86,6 +87,8 @@ if TYPE_CHECKING:
 
     from qkv.answer import Answer
     from qkv.database.encoders import Encoder, EncoderLike
+    from qkv.database.index.calibration import IndexReport
+    from qkv.database.index.metric import IndexMetric
     from qkv.database.learn import LearnReport
     from qkv.database.query.calibration import Calibration
     from qkv.database.query.executor import QueryExecutor
@@ -418,6 +421,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         where: Any = None,
         tolerance: float | None = None,
         confidence: float | None = None,
+        approximate: bool | float | None = None,
         **other: Any,
     ) -> Any:
         """Return an `Answer`: the value, the heaviest rows and their weights α(q, kᵢ).
@@ -442,6 +446,10 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         With a `confidence` such as 0.999, the bound may come from sampled rows and holds with that
         probability; then `bound_is_probabilistic` is True.
 
+        With `approximate=True`, only rows that the index finds are read; see `index`. Their scores
+        are exact. `missing_weight` estimates the weight of all other rows. `approximate=0.01` reads
+        more rows until this estimate is at most 0.01. Without an index the answer is exact.
+
         >>> from qkv import Database
         >>> D = Database([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, 95.0)])
         >>> D.ask(3.55, score="gaussian", weighting="hard").value
@@ -452,7 +460,13 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         view = self._nonempty_view()
         queries, is_single = parse_queries(view, query)
         executor = self._get_executor(view, score, weighting, where, top, tolerance, confidence)
-        answers = executor.answer_queries(queries)
+        if approximate is None or approximate is False:
+            answers = executor.answer_queries(queries)
+        else:
+            from qkv.database.index.approximate import answer_approximately, check_approximate
+
+            missing_weight = check_approximate(approximate, tolerance)
+            answers = answer_approximately(executor, queries, missing_weight)
         return answers[0] if is_single else answers
 
     def _get_executor(
@@ -503,6 +517,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         where: Any = None,
         tolerance: float | None = None,
         confidence: float | None = None,
+        approximate: bool | float | None = None,
         **other: Any,
     ) -> Array:
         """Return Σᵢ α(q, kᵢ) vᵢ in the query's framework, with gradients: (n, d) → (n, d_v).
@@ -510,7 +525,8 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         A query (d,) gives (d_v,). Queries have the same meaning as in `ask`. Numbers are scaled
         like the keys, and gradients pass through the scaling. Text is encoded first and has no
         gradient; an array of floats is an encoded vector. `tolerance` and `confidence` are those of
-        `ask`, for a query that needs no gradient.
+        `ask`, for a query that needs no gradient. `approximate` is that of `ask`: the sum and its
+        gradient are over the rows that the index finds.
 
         >>> from qkv import Database
         >>> import numpy as np
@@ -553,6 +569,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
                     where=where,
                     tolerance=tolerance,
                     confidence=confidence,
+                    approximate=approximate,
                 )
                 return np.concatenate([self.attend(batch, **options) for batch in batches])
             code = view.encode_queries(queries)
@@ -563,7 +580,9 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         bound_options = dict(
             zip(("tolerance", "confidence"), check_tolerance(tolerance, confidence), strict=True)
         )
-        out = self._attend_encoded(view, code, resolved_score, weighting, where, bound_options)
+        out = self._attend_encoded(
+            view, code, resolved_score, weighting, where, bound_options, approximate
+        )
         if is_number_array:
             dtype = get_framework(original).dtype_name(original)
             if dtype.startswith(("float", "bfloat")):
@@ -578,6 +597,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         weighting: WeightingLike,
         where: Any,
         bound_options: dict[str, float | None],
+        approximate: bool | float | None = None,
     ) -> Array:
         """Return the output (n, d_v) for queries that are already encoded."""
         from qkv.attention import attend_rows
@@ -585,6 +605,13 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         selection = view.select_rows(where)
         if where is not None and not selection.row_count:
             warn_no_rows(view.why_none_pass(where))
+        if approximate is not None and approximate is not False:
+            from qkv.database.index.approximate import attend_approximately, check_approximate
+
+            missing_weight = check_approximate(approximate, bound_options["tolerance"])
+            out = attend_approximately(view, code, score, weighting, selection, missing_weight)
+            if out is not None:
+                return out
         rows = view.open_vectors(selection, value=True, sparse_positions=code.sparse_positions)
         return attend_rows(rows, code.code, score=score, weighting=weighting, **bound_options)
 
@@ -1014,7 +1041,31 @@ class Database(ReadableDatabase[K, V]):
         validate_callables(progress=progress)
         self._check_writable()
         self._cached_view = self._cached_executor = None  # both would keep an old version pinned
-        return self._store.compact(progress)
+        report = self._store.compact(progress)
+        self._rebuild_index(progress)
+        return report
+
+    def _rebuild_index(self, progress: ProgressCallback | None) -> None:
+        """Index the segments that a compaction has written, if the database has an index.
+
+        The rows are compacted already, so a failure only gives a warning.
+        """
+        view = self._view
+        if "index" not in view.settings:
+            return
+        from qkv.database.index.calibration import IndexReport
+
+        stored = IndexReport.read_from_view(view)
+        if stored is None or stored.encoded != view.setting_number("encoded") or not len(view):
+            return
+        try:
+            metric = stored.as_metric()
+            self._build_index(metric, stored.recall, None, progress)
+        except (QkvError, OSError, MemoryError) as error:
+            warn_at_caller(
+                f"the rows were compacted, but their index could not be built: {error}",
+                StaleIndexWarning,
+            )
 
     def _build_columns(self, keys: Any, values: Any) -> ColumnData:
         """Return keys and values as columns by name."""
@@ -1290,6 +1341,77 @@ class Database(ReadableDatabase[K, V]):
             settings = view.settings | {"promise": calibration.to_dict()}
             self._store.commit(settings=settings, what="calibrate")
         return calibration
+
+    def index(
+        self,
+        kind: str = "auto",
+        recall: float = 0.95,
+        *,
+        score: ScoreLike | None = None,
+        queries: Any = None,
+        progress: ProgressCallback | None = None,
+        **other: Never,
+    ) -> IndexReport:
+        """Build the index that answers with `approximate` use; return what it achieves.
+
+        The index finds at least the share `recall` of the ten best rows. This is measured on keys
+        of the database, or on `queries`. It works for scores that compare vectors as `score` does:
+        "cosine", "dot" or "gaussian". None is the default score.
+
+        Each segment has its own index, in a file beside it. Rows that are added later are scanned
+        until `index` is called again, which only adds what is missing. Ctrl-C keeps the finished
+        segments. Needs the extra `index`.
+
+        >>> import numpy as np
+        >>> D = Database(np.random.default_rng(0).normal(size=(20000, 8)), np.arange(20000.0))
+        >>> D.index().indexed
+        20000
+        >>> D.ask(np.zeros(8), weighting="hard", approximate=True).rows_read
+        64
+        """
+        from qkv.database.index import build
+
+        validate_keywords("index()", other, Database.index.__kwdefaults__)
+        validate_callables(progress=progress)
+        build.check_arguments(kind, recall)
+        self._check_writable()
+        view = self._nonempty_view()
+        metric = build.choose_metric(view, score)
+        return self._build_index(metric, recall, build.encode_held_out(view, queries), progress)
+
+    def _build_index(
+        self,
+        metric: IndexMetric,
+        recall: float,
+        queries: np.ndarray | None,
+        progress: ProgressCallback | None,
+    ) -> IndexReport:
+        """Build what is missing of the index, and measure it."""
+        from qkv.database.index import build
+
+        # Other threads may write meanwhile: the index belongs to segments, which never change.
+        build.build_segments(self._store, self._nonempty_view(), metric, progress)
+        with self._exclusive_lock():
+            view = self._nonempty_view()
+            view.index_cache.clear()
+            report = build.measure_view(view, metric, recall, queries, progress)
+            settings = view.settings | {"index": report.to_dict()}
+            self._store.commit(settings=settings, what="index")
+        return report
+
+    def drop_index(self) -> int:
+        """Remove the index; return the number of its files.
+
+        >>> Database({"Li": "Mu"}).drop_index()
+        0
+        """
+        with self._exclusive_lock():
+            settings = self._view.settings
+            if settings.pop("index", None) is not None:
+                self._store.commit(settings=settings, what="drop index")
+            count = self._store.discard_indexes()
+            self._view.index_cache.clear()
+        return count
 
     def value_of_rows(
         self,

@@ -130,6 +130,10 @@ class StaleFitWarning(UserWarning):
     """Rows were added, but the encoder could not be refitted, so it still fits the earlier rows."""
 
 
+class StaleIndexWarning(UserWarning):
+    """Rows were compacted, but their index could not be built, so they are scanned."""
+
+
 class SkippedRowsWarning(UserWarning):
     """Rows were skipped.
 

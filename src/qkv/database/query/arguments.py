@@ -41,6 +41,7 @@ class DatabaseAttendOptions(TypedDict, total=False):
     where: Any
     tolerance: float | None
     confidence: float | None
+    approximate: bool | float | None
 
 
 class AskOptions(DatabaseAttendOptions, total=False):

@@ -69,6 +69,9 @@ class QueryExecutor(RowScan):
     the reason why there is none. `library` is the data frame library of the answers.
     """
 
+    index_refusal = ""
+    """Why answers are never approximate, or ""."""
+
     def __init__(
         self,
         view: TableView,
@@ -210,8 +213,7 @@ class QueryExecutor(RowScan):
 
     def _positions_with_key(self, key: Any) -> np.ndarray:
         """Return the positions of the rows with this key that take part in the answer."""
-        ids = np.asarray(self.view.find_ids(key), np.int64)
-        positions = np.flatnonzero(np.isin(self.view.ids, ids, assume_unique=True))
+        positions = self.view.find_positions(self.view.find_ids(key))
         return positions if self.allowed_rows is None else positions[self.allowed_rows[positions]]
 
     def _build_answer(
@@ -265,6 +267,8 @@ class QueryExecutor(RowScan):
             lse=None if weighed.lse is None else float(weighed.lse[i]),
             error_bound=float(error if isinstance(error, float) else error[i]),
             rows_read=weighed.rows_read,
+            missing_weight=None,
+            recall=None,
             bound_is_probabilistic=weighed.bound_is_probabilistic,
             coverage=None if isinstance(calibration, str) else calibration.coverage,
             engine=engine,

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from qkv.database.errors import unwritable_error
+from qkv.database.errors import StoreDamagedError, unwritable_error
 from qkv.database.storage import safe_open, segments
 from qkv.database.storage.segments import (
     IDS_TENSOR,
@@ -23,10 +23,14 @@ from qkv.database.storage.segments import (
     Tensor,
     Tensors,
     check_tensor_name,
+    index_file,
     storage_dtype,
 )
 from qkv.frameworks.ragged import concat_ragged
 from qkv.util.logging import debug_logger
+
+SegmentIndexData = tuple[dict[str, np.ndarray], dict[str, str]]
+"""The arrays and the metadata of a segment's index."""
 
 
 class FileSystem:
@@ -70,6 +74,7 @@ class MemoryBlobStorage:
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
         self._arrays: dict[str, dict[str, np.ndarray]] = {}
+        self._indexes: dict[str, SegmentIndexData] = {}
 
     def write_segment(
         self, file: str, layout: Layout, parts: Sequence[Segment], metadata: FileMetadata
@@ -96,6 +101,24 @@ class MemoryBlobStorage:
         self._arrays[file] = {name: _join_read_only([array]) for name, array in arrays.items()}
         return sum(array.nbytes for array in arrays.values()), b""
 
+    def write_index(self, entry: SegmentEntry, arrays: Tensors, metadata: FileMetadata) -> None:
+        """Store the index of a segment; it replaces an older one."""
+        copies = {name: _join_read_only([array]) for name, array in arrays.items()}
+        self._indexes[entry.file] = copies, dict(metadata)
+
+    def read_index(self, entry: SegmentEntry) -> SegmentIndexData | None:
+        """Return the arrays and the metadata of a segment's index, or None if it has none."""
+        return self._indexes.get(entry.file)
+
+    def discard_index(self, segment_file: str) -> OSError | None:
+        """Remove the index of a segment, if it has one."""
+        self._indexes.pop(segment_file, None)
+        return None
+
+    def list_index_files(self) -> list[str]:
+        """Return the names of all indexes."""
+        return list(map(index_file, self._indexes))
+
     def sync_storage(self) -> None:
         """Sync the folder, so that all files survive a power loss. In memory, this does nothing."""
 
@@ -112,10 +135,10 @@ class MemoryBlobStorage:
         """
 
     def discard_file(self, file: str) -> OSError | None:
-        """Remove a file. If that fails, return the error."""
+        """Remove a file, and the index of a segment. If that fails, return the error."""
         self._segments.pop(file, None)
         self._arrays.pop(file, None)
-        return None
+        return self.discard_index(file)
 
     def list_files(self) -> list[str]:
         """Return the names of all segments, array files and temporary files."""
@@ -204,11 +227,54 @@ class DiskBlobStorage:
                 path, "its checksum differs: its content is not what was written"
             )
 
+    def write_index(self, entry: SegmentEntry, arrays: Tensors, metadata: FileMetadata) -> None:
+        columns: list[FileColumn] = [
+            (name, storage_dtype(name, array), array.shape, [array])
+            for name, array in arrays.items()
+        ]
+        columns.sort(key=lambda column: (-column[1].itemsize, column[0]))
+        metadata = {
+            **metadata,
+            "segment": entry.file,
+            "segment_checksum": entry.checksum.hex(),
+            "checksum": _checksum_of_arrays(arrays),
+        }
+        self._write_file(index_file(entry.file), columns, metadata)
+
+    def read_index(self, entry: SegmentEntry) -> SegmentIndexData | None:
+        """Return the arrays and the metadata of a segment's index, or None if it has none.
+
+        Raise `StoreDamagedError` if it is not what was written, or belongs to another segment.
+        """
+        path = self._file_path(index_file(entry.file))
+        try:
+            arrays, metadata = segments.read_index_file(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise segments.unreadable_file_error(path, error) from error
+        if (metadata.get("segment"), metadata.get("segment_checksum")) != (
+            entry.file,
+            entry.checksum.hex(),
+        ):
+            raise damaged_index_error(path, "it belongs to another segment")
+        if metadata.get("checksum") != _checksum_of_arrays(arrays):
+            raise damaged_index_error(path, "its content is not what was written")
+        return arrays, metadata
+
     def discard_file(self, file: str) -> OSError | None:
         self._open_segments.pop(file, None)
         # If the removal fails, the next writer tries again.
         try:
             self._file_system.unlink(self._file_path(file))
+        except OSError as error:
+            return error
+        is_segment = segments.file_number(file) is not None and file.startswith("segment-")
+        return self.discard_index(file) if is_segment else None
+
+    def discard_index(self, segment_file: str) -> OSError | None:
+        try:
+            self._file_system.unlink(self._file_path(index_file(segment_file)))
         except OSError as error:
             return error
         return None
@@ -220,12 +286,18 @@ class DiskBlobStorage:
             if name.endswith(
                 (segments.SEGMENT_SUFFIX, segments.SEGMENT_SUFFIX + segments.TEMPORARY_SUFFIX)
             )
+            and not segments.is_index_file(name)
         )
+
+    def list_index_files(self) -> list[str]:
+        """Return the names of all indexes, and of those that are being written."""
+        return sorted(filter(segments.is_index_file, safe_open.list_names(self._folder)))
 
     def _file_path(self, file: str) -> Path:
         """Return the path of a file; raise if the name is not one that a store writes."""
         # An untrusted catalog could name files outside of its folder.
-        if segments.file_number(file.removesuffix(segments.TEMPORARY_SUFFIX)) is None:
+        final_name = file.removesuffix(segments.TEMPORARY_SUFFIX)
+        if segments.file_number(final_name) is None and not segments.is_index_file(final_name):
             raise segments.damaged_file_error(
                 self._folder / "catalogue.sqlite", f"it names the file {file!r}"
             )
@@ -256,6 +328,24 @@ class DiskBlobStorage:
 
 
 BlobStorage = MemoryBlobStorage | DiskBlobStorage
+
+
+def damaged_index_error(path: Path, what: str) -> StoreDamagedError:
+    """Return the error for an index that is not as it was written."""
+    return StoreDamagedError(
+        f"{path} is damaged: {what}. The rows are intact: qkv check --repair removes the index, "
+        "and D.index() builds it again"
+    )
+
+
+def _checksum_of_arrays(arrays: Tensors) -> str:
+    """Return the SHA-256 of all arrays, by name."""
+    checksum = sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        checksum.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        checksum.update(array.reshape(-1).view(np.uint8).data)
+    return checksum.hexdigest()
 
 
 def read_verified_segment(

@@ -15,7 +15,12 @@ from qkv.database.storage.blob_storage import BlobStorage
 from qkv.database.storage.catalog import CATALOG_FILE, Catalog
 from qkv.database.storage.commit_marker import CommitMarker
 from qkv.database.storage.lock import try_lock_file
-from qkv.database.storage.segments import TEMPORARY_SUFFIX, file_number
+from qkv.database.storage.segments import (
+    TEMPORARY_SUFFIX,
+    file_number,
+    index_file,
+    is_index_file,
+)
 from qkv.errors import QkvError
 from qkv.util.logging import log_warning
 
@@ -62,7 +67,7 @@ def find_leftovers(
 
     The transaction that adds a file to the store also advances the file counter. So a file with a
     higher number is not part of the store, if the marker proves that no transaction is missing. All
-    other files are kept.
+    other files are kept, except indexes without a segment: they contain no rows.
     """
     with catalog.read_transaction():
         next_number = catalog.fetch_value("SELECT files FROM counters")
@@ -72,8 +77,16 @@ def find_leftovers(
     if not isinstance(next_number, int) or next_number <= highest:
         raise catalog.damaged_error("its file counter is not what was written")
     leftovers = {}
+    used_indexes = set(map(index_file, used))
     for file in files:
         final_name = file.removesuffix(TEMPORARY_SUFFIX)
+        if is_index_file(file) and file not in used_indexes:
+            unfinished = final_name != file
+            leftovers[file] = (
+                "a temporary file that was not finished"
+                if unfinished
+                else "the index of a segment that no version uses"
+            )
         number = file_number(final_name)
         if number is None or file in used:
             continue

@@ -68,6 +68,7 @@ from qkv.database.storage.segments import (
     Layout,
     SegmentEntry,
     file_number,
+    index_file,
     read_file_metadata,
 )
 from qkv.database.storage.writer import WriterState
@@ -578,6 +579,7 @@ def _find_problems(
             )
         yield from _check_leftovers(folder, catalog, disk, lock, repair)
         yield from _check_files(catalog, disk, folder if repair else None, progress)
+        yield from _check_indexes(catalog, disk, repair)
         for message in _check_counts(catalog, DiskBlobStorage(folder)):
             yield Problem(CATALOG_FILE, message)
 
@@ -686,11 +688,12 @@ def _check_leftovers(
     try:
         if not held:
             lock.acquire(wait_seconds=0)
-        leftovers = find_leftovers(catalog, disk.list_files(), lock.marker)
+        files = [*disk.list_files(), *disk.list_index_files()]
+        leftovers = find_leftovers(catalog, files, lock.marker)
         if repair:
             remove_files(catalog, disk, list(leftovers))
             disk.sync_storage()
-        existing = disk.list_files()
+        existing = [*disk.list_files(), *disk.list_index_files()]
         for file, why_unused in leftovers.items():
             yield Problem(file, why_unused, repaired=file not in existing)
     except (StoreLockedError, StoreUnwritableError):
@@ -752,6 +755,25 @@ def _check_files(
             size += length
             if progress is not None:
                 progress(size, total)
+
+
+def _check_indexes(catalog: Catalog, disk: DiskBlobStorage, repair: bool) -> Iterator[Problem]:
+    """Verify the index of every segment, and yield a problem for each damaged one.
+
+    With `repair`, damaged indexes are removed: they contain no rows.
+    """
+    files = set(disk.list_index_files())
+    for entry in catalog.list_segments():
+        if index_file(entry.file) not in files:
+            continue
+        try:
+            disk.read_index(entry)
+        except (StoreDamagedError, StoreUnreadableError) as error:
+            if entry not in catalog.list_segments():  # a compaction has replaced the segment
+                continue
+            is_removed = repair and disk.discard_index(entry.file) is None
+            reason = str(error).split(" is damaged: ")[-1].split(". ")[0]
+            yield Problem(index_file(entry.file), reason, repaired=is_removed)
 
 
 def _check_counts(catalog: Catalog, disk: DiskBlobStorage) -> Iterator[str]:

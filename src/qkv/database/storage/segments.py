@@ -216,6 +216,8 @@ _FILE_NAME_PATTERN = re.compile(
     rf"(?:segment|arrays|rows)-([0-9]{{8,16}}){re.escape(SEGMENT_SUFFIX)}"
 )
 
+_INDEX_NAME_PATTERN = re.compile(rf"index-([0-9]{{8,16}}){re.escape(SEGMENT_SUFFIX)}")
+
 FileColumn = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
 """A tensor of a file: its name, type and shape, and its rows in several arrays."""
 FileMetadata = Mapping[str, str]
@@ -349,6 +351,20 @@ def file_number(file: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def index_file(segment_file: str) -> str:
+    """Return the name of the index of a segment.
+
+    >>> index_file("segment-00000012.safetensors")
+    'index-00000012.safetensors'
+    """
+    return f"index-{segment_file.rpartition('-')[2]}"
+
+
+def is_index_file(file: str) -> bool:
+    """Return whether this is the name of an index, or of one that is being written."""
+    return _INDEX_NAME_PATTERN.fullmatch(file.removesuffix(TEMPORARY_SUFFIX)) is not None
+
+
 def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
     """Map a segment file into memory. Raise if its structure is not the one in the catalog."""
     memory = _map_file(path, entry.size, limits.MAX_UNMAPPED_BYTES)
@@ -378,6 +394,16 @@ def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
         tensors[ragged] = Ragged(flat, starts)
     mapped = memory if isinstance(memory, mmap.mmap) else None
     return Segment(ids, tensors, mapped, path)
+
+
+def read_index_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read the arrays of an index into memory, and its metadata."""
+    size = path.stat().st_size
+    memory = _map_file(path, size, max_unmapped=size)
+    metadata = _read_header(path, memory)[0].get("__metadata__")
+    if not isinstance(metadata, dict):
+        raise damaged_file_error(path, "its header cannot be read")
+    return _tensor_views(path, memory), metadata
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from qkv.database.errors import RowNotFoundError, SkippedRowsWarning, StoreDamagedError
 from qkv.database.storage import limits
+from qkv.database.storage.blob_storage import SegmentIndexData
 from qkv.database.storage.catalog import Catalog, VersionEntry, is_buffered_row_intact
 from qkv.database.storage.lock import VersionPins
 from qkv.database.storage.records import RecordStore
@@ -34,6 +35,18 @@ class _Listing(NamedTuple):
     dead_ids: np.ndarray
     damaged_count: int
     """The number of live buffered rows that are damaged and were skipped with a warning."""
+
+
+class SegmentPart(NamedTuple):
+    """The rows of a segment that belong to a snapshot.
+
+    `segment` has the rows from `begin` on of the file of `entry`; `segment.live` marks the live
+    ones. `entry` is None for buffered rows.
+    """
+
+    entry: SegmentEntry | None
+    begin: int
+    segment: Segment
 
 
 class _SegmentMovedError(Exception):
@@ -216,6 +229,27 @@ class Snapshot(Closable):
                 yield part
                 if exceeds:
                     part.release_pages()
+
+    def list_parts(self) -> list[SegmentPart]:
+        """Return all rows by ascending id: one part per segment, then the buffered rows."""
+        parts, entries = [], {entry.first: entry for entry in self._read_listing().entries}
+        for segment, after, dead in self._iterate_segments():
+            begin = int(np.searchsorted(segment.ids, after, side="right"))
+            entry = entries.get(int(segment.ids[0])) if len(segment.ids) else None
+            if entry is not None and (entry.rows, entry.last) != (
+                len(segment.ids),
+                int(segment.ids[-1]),
+            ):
+                entry = None
+            parts += [
+                SegmentPart(entry, begin, part)
+                for part in self._split_windows(segment, dead, after, None)
+            ]
+        return parts
+
+    def read_index(self, entry: SegmentEntry) -> SegmentIndexData | None:
+        """Return the arrays and the metadata of a segment's index, or None if it has none."""
+        return self._blob_storage.read_index(entry)
 
     def exceeds_memory(self, resident: int = limits.MAX_RESIDENT_BYTES) -> bool:
         """Return whether the tensors have more than `resident` bytes."""

@@ -34,7 +34,14 @@ from qkv.database.storage.compaction import CompactReport
 from qkv.database.storage.folder import check_path, is_creatable, prepare_folder
 from qkv.database.storage.lock import VersionPins, WriteLock
 from qkv.database.storage.records import RecordStore
-from qkv.database.storage.segments import Layout, Segment, SegmentEntry, Tensors, check_block_ids
+from qkv.database.storage.segments import (
+    Layout,
+    Segment,
+    SegmentEntry,
+    Tensors,
+    check_block_ids,
+    index_file,
+)
 from qkv.database.storage.snapshot import Snapshot
 from qkv.database.storage.writer import (
     StagedFiles,
@@ -431,6 +438,30 @@ class Store(Closable):
                 unfinished.append(f"{message}, and compact again")
             return replace(report, unfinished="; ".join(filter(None, unfinished)))
 
+    def write_index(
+        self, entry: SegmentEntry, arrays: Tensors, metadata: Mapping[str, str]
+    ) -> bool:
+        """Store the index of a segment beside it.
+
+        Return False if no version has the segment any more. An index belongs to a segment, not to a
+        version: writing it is not a commit.
+        """
+        with self._write_session("write_index") as (catalog, _):
+            if entry not in catalog.list_segments(entry.generation):
+                return False
+            self._blob_storage.write_index(entry, arrays, metadata)
+            self._blob_storage.sync_storage()
+            return True
+
+    def discard_indexes(self) -> int:
+        """Remove all indexes; return how many there were."""
+        with self._write_session("discard_indexes") as (catalog, _):
+            files = set(self._blob_storage.list_index_files())
+            for entry in catalog.list_segments():
+                if index_file(entry.file) in files:
+                    self._blob_storage.discard_index(entry.file)
+            return len(files)
+
     def close(self) -> None:
         """Release the write lock and close all files.
 
@@ -515,7 +546,9 @@ class Store(Closable):
         if self.path is not None:
             garbage.remove_abandoned_folders(self.path.absolute().parent)
         leftovers = garbage.find_leftovers(
-            catalog, self._blob_storage.list_files(), self._last_marker()
+            catalog,
+            [*self._blob_storage.list_files(), *self._blob_storage.list_index_files()],
+            self._last_marker(),
         )
         garbage.remove_files(catalog, self._blob_storage, list(leftovers))
 

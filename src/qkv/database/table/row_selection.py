@@ -52,3 +52,26 @@ class RowSelection:
         None if all of them are selected.
         """
         return self.mask if self.positions is None else None
+
+
+class CandidateRows(RowSelection):
+    """The rows at some ascending positions, chosen for one query. Only they are read.
+
+    >>> rows = CandidateRows(4, np.array([1, 3]))
+    >>> rows.row_count, rows.mask.tolist()
+    (2, [False, True, False, True])
+    """
+
+    def __init__(self, total: int, positions: np.ndarray, missing_count: int = 0):
+        self.row_count, self.total, self.missing_count = len(positions), total, missing_count
+        self._positions = positions
+
+    @cached_property
+    def mask(self) -> np.ndarray:  # type: ignore[override]
+        mask = np.zeros(self.total, bool)
+        mask[self._positions] = True
+        return mask
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self._positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -25,9 +26,10 @@ from qkv.database.query.inputs import (
     is_number_key,
 )
 from qkv.database.storage import Snapshot, limits
+from qkv.database.storage.segments import Segment
 from qkv.database.table import cells, columns, quantization
 from qkv.database.table.column_chunk import ColumnChunk, TextCache
-from qkv.database.table.row_selection import RowSelection
+from qkv.database.table.row_selection import CandidateRows, RowSelection
 from qkv.database.table.schema import SETTINGS_LOST_MESSAGE, Schema
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import get_framework
@@ -80,6 +82,7 @@ class TableView:
         self._kind_counts_cache: dict[str, np.ndarray] = {}
         self._key_terms_cache: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
         self._bounds_cache: dict[Any, Any] = {}
+        self.index_cache: dict[str, Any] = {}
         self._text_cache: TextCache = {}
 
     def __len__(self) -> int:
@@ -192,8 +195,9 @@ class TableView:
 
     def inherit_encoder(self, old: TableView) -> None:
         """Use the encoder object of an older view if the settings are the same."""
-        # "promise" is the calibration, which does not change the vectors.
-        same = {**old.settings, "promise": 0} == {**self.settings, "promise": 0}
+        # "promise" is the calibration and "index" the index: neither changes the vectors.
+        ignored = {"promise": 0, "index": 0}
+        same = {**old.settings, **ignored} == {**self.settings, **ignored}
         if same and "encoder" in vars(old):
             vars(self)["encoder"] = old.encoder
 
@@ -201,6 +205,14 @@ class TableView:
         """Return the ids of the rows with exactly this key, oldest first."""
         digest = self._key_digest(key)
         return [] if digest is None else self.snapshot.find_ids(digest)
+
+    def find_positions(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the positions of the rows with these ids, ascending. Unknown ids are left out."""
+        wanted = np.sort(np.asarray(ids, np.int64))
+        at = np.searchsorted(self.ids, wanted)
+        found = at < len(self.ids)
+        found[found] = self.ids[at[found]] == wanted[found]
+        return np.asarray(at[found])
 
     def find_value(self, key: Any, default: Any) -> Any:
         """Return the value of the newest row with exactly this key, or the default."""
@@ -497,6 +509,8 @@ class TableView:
         positions = selection.positions
 
         def read_segments(fields: Collection[str] = ()) -> Iterable[RowChunk]:
+            if isinstance(selection, CandidateRows):
+                return self._read_rows_at(selection.positions, named)
             parts = self._read_segments(
                 [name for field in fields for name in TENSORS_BY_FIELD[field]]
             )
@@ -528,6 +542,29 @@ class TableView:
             self._bounds_cache if positions is None else None,
             prefetch_chunks=read_segments,
         )
+
+    def _read_rows_at(self, positions: np.ndarray, value_name: str) -> Iterator[RowChunk]:
+        """Yield the rows at ascending positions, without a pass over the other rows."""
+        starts, parts, live_rows = self._located_parts
+        cuts = np.searchsorted(positions, starts).tolist()
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            if begin == end:
+                continue
+            at, live = positions[begin:end] - starts[i], live_rows[i]
+            parts[i].check_not_truncated()
+            rows, tensors = at if live is None else live[at], parts[i].tensors
+            value, scale = (
+                tensors[name][rows] if name in tensors else None for name in (value_name, "scale")
+            )
+            yield RowChunk(tensors["code"][rows], value, scale=scale)
+
+    @cached_property
+    def _located_parts(self) -> tuple[np.ndarray, list[Segment], list[np.ndarray | None]]:
+        """The start position of each segment, the segments, and the live rows in each."""
+        parts = [part.segment for part in self.snapshot.list_parts()]
+        live = [None if part.live is None else np.flatnonzero(part.live) for part in parts]
+        sizes = [len(p.ids) if x is None else len(x) for p, x in zip(parts, live, strict=True)]
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), parts, live
 
     def read_key_vectors(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the vectors of the keys of these rows, (len(ids), width)."""

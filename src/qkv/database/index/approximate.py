@@ -1,0 +1,322 @@
+"""`ask` and `attend` over the rows that an index finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv import weightings
+from qkv.answer import Answer
+from qkv.answer_backend import MissingWeight
+from qkv.attention import attend_rows
+from qkv.database.errors import StoreDamagedError
+from qkv.database.index.calibration import Effort, IndexReport, share_of_rest
+from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
+from qkv.database.index.row_index import FoundRows, RowIndex, open_row_index
+from qkv.database.query.executor import QueryExecutor
+from qkv.database.table.row_selection import CandidateRows, RowSelection
+from qkv.database.table.view import TableView
+from qkv.errors import ArgumentError, DtypeError, MissingExtraError
+from qkv.frameworks import get_framework, is_array, to_numpy, tree
+from qkv.frameworks.ragged import EncodedQuery
+from qkv.frameworks.stored_rows import WeighedRows
+from qkv.scores import Score
+from qkv.util.deadline import check_deadline
+from qkv.util.types import Array
+from qkv.weightings import Hard, Softmax, TopK, Weighting, WeightingLike
+
+DEFAULT_MISSING_WEIGHT = 0.05
+"""With `approximate=True`, half of the queries miss at most this weight."""
+
+ROWS_PER_BEST_ROW = 6
+"""The number of rows that are read in full for each of the k best rows."""
+
+MIN_RERANKED_ROWS = 64
+MAX_UNINDEXED_SHARE = 0.5
+"""If a larger share of the rows is in no index, all rows are scanned."""
+
+NOTHING_MISSING = MissingWeight(0.0, 0.0, 0.0)
+CALIBRATION_MESSAGE = "the answer is approximate: ask without approximate="
+
+
+def check_approximate(approximate: Any, tolerance: Any) -> float:
+    """Check the argument `approximate`, and return the weight that may be missing."""
+    if tolerance is not None:
+        raise ArgumentError(
+            "approximate and tolerance exclude each other: a tolerance is a proven bound, and an "
+            "approximate answer has an estimate"
+        )
+    if approximate is True:
+        return DEFAULT_MISSING_WEIGHT
+    if isinstance(approximate, bool) or not isinstance(approximate, int | float | np.number):
+        raise DtypeError(
+            f"approximate must be True, or the weight that may be missing, not {approximate!r}"
+        )
+    if not 0 < approximate < 1:
+        raise ArgumentError(f"approximate must be between 0 and 1, not {approximate!r}")
+    return float(approximate)
+
+
+class SearchPlan(NamedTuple):
+    """How to find rows for a score and a weighting.
+
+    `efforts` are tried in turn until the estimated missing weight is at most `missing_weight`. For
+    weightings of the best rows it is None, and there is one effort.
+    """
+
+    row_index: RowIndex
+    metric: IndexMetric
+    selection: RowSelection
+    efforts: tuple[Effort, ...]
+    missing_weight: float | None
+    has_interval: bool
+
+    def prepare_queries(self, code: np.ndarray) -> np.ndarray:
+        return self.metric.prepare_vectors(code)
+
+    def search(self, queries: np.ndarray, effort: Effort) -> FoundRows:
+        """Search with an effort; a condition that few rows pass makes more lists necessary."""
+        share = self.selection.row_count / max(self.row_index.total, 1)
+        lists = min(round(effort.lists / share), self.row_index.list_count)
+        estimates_rest = self.missing_weight is not None
+        options = (self.metric, self.selection, estimates_rest)
+        return self.row_index.search(queries, lists, effort.rows, *options)
+
+    def select_candidates(self, positions: np.ndarray) -> CandidateRows:
+        """Return the rows that were found, and all selected rows without an index."""
+        unindexed, mask = self.row_index.unindexed, self.selection.mask
+        if mask is not None:
+            unindexed = unindexed[mask[unindexed]]
+        both = np.sort(np.concatenate([positions, unindexed]))
+        return CandidateRows(self.row_index.total, both, self.selection.missing_count)
+
+
+def plan_search(
+    view: TableView,
+    score: Score,
+    weighting: Weighting,
+    selection: RowSelection,
+    missing_weight: float,
+) -> SearchPlan | str:
+    """Return how to find rows with the index, or why all rows must be scanned."""
+    if score.compares_keys:
+        return "keys are compared themselves"
+    if view.has_sparse_vectors:
+        return "an index has no sparse vectors of words"
+    metric = find_metric(score, view._vector_widths[0])
+    if isinstance(metric, str):
+        return metric
+    if type(weighting) not in (Softmax, Hard, TopK):
+        return f"an index cannot serve the weighting {type(weighting).__name__}"
+    report = IndexReport.read_from_view(view)
+    if report is None or report.encoded != view.setting_number("encoded"):
+        return "there is no index: call D.index()"
+    if report.metric != metric.name:
+        return f"the index was built for the metric {report.metric}, not {metric.name}"
+    scaled = scale_by_temperature(metric, weighting)
+    if scaled is None:
+        return "an index needs one temperature"
+    metric, efforts, limit = scaled, report.efforts, None
+    if type(weighting) is Softmax:
+        # The missing weights were measured for one slope. For another one, the estimates decide.
+        limit, is_measured = missing_weight, report.is_slope_measured(metric.slope)
+        efforts = tuple(
+            x
+            for x in efforts
+            if x.recall >= report.recall and (x.missing <= missing_weight or not is_measured)
+        )
+        if not efforts:
+            return "the weight is spread over too many rows"
+    else:
+        effort = report.find_ranking_effort()
+        if effort is None:
+            return f"the index does not reach a recall of {report.recall:g}"
+        count = max((weighting.k if isinstance(weighting, TopK) else 1) * ROWS_PER_BEST_ROW, 1)
+        rows = max(count, MIN_RERANKED_ROWS)
+        if rows > effort.rows:
+            larger = [x for x in report.efforts if x.rows >= rows]
+            if not larger:
+                return f"the weighting needs {rows:,} rows, and the index was not measured for them"
+            effort = larger[0]
+        efforts = (replace(effort, rows=rows),)
+    if selection.row_count <= 2 * efforts[0].rows:
+        return "few rows pass the condition" if selection.mask is not None else "there are few rows"
+    try:
+        index = open_row_index(view, metric.name)
+    except MissingExtraError:
+        return 'faiss is not installed: pip install "qkv[index]"'
+    if not index.parts or len(index.unindexed) > MAX_UNINDEXED_SHARE * index.total:
+        return "most rows are in no index: call D.index()"
+    if index.total != len(view.ids):
+        raise StoreDamagedError(f"{index.total:,} of {len(view.ids):,} rows could be read")
+    has_interval = selection.mask is None and report.has_interval(view, metric.slope)
+    return SearchPlan(index, metric, selection, efforts, limit, has_interval)
+
+
+def find_candidates(
+    plan: SearchPlan, code: np.ndarray
+) -> list[tuple[CandidateRows, float, Effort]]:
+    """Return for each query (n, d) its rows, the log-sum-exp of the rest, and the effort."""
+    queries = plan.prepare_queries(code)
+    found = plan.search(queries, plan.efforts[0])
+    return [
+        (plan.select_candidates(positions), float(log_rest), plan.efforts[0])
+        for positions, log_rest in zip(found.positions, found.log_rest, strict=True)
+    ]
+
+
+def answer_approximately(
+    executor: QueryExecutor, queries: Any, missing_weight: float
+) -> list[Answer]:
+    """Return one answer for each query, over the rows that the index finds.
+
+    If the index cannot serve the call, the answers are exact, and their `engine` says why.
+    """
+    if executor.index_refusal:
+        return _answer_exactly(executor, queries, executor.index_refusal)
+    view = executor.view
+    plan = plan_search(view, executor.score, executor.weighting, executor.selection, missing_weight)
+    if isinstance(plan, str):
+        return _answer_exactly(executor, queries, plan)
+    code = executor._encode_queries(queries).code
+    answers = []
+    for i, (candidates, log_rest, effort) in enumerate(find_candidates(plan, code)):
+        check_deadline()
+        one = queries[i : i + 1]
+        answer = _answer_from(executor, plan, candidates, log_rest, effort, one)
+        for effort in plan.efforts[1:]:
+            missing = answer.missing_weight
+            if missing is None or missing.estimate <= missing_weight:
+                break
+            found = plan.search(plan.prepare_queries(code[i : i + 1]), effort)
+            candidates = plan.select_candidates(found.positions[0])
+            answer = _answer_from(executor, plan, candidates, float(found.log_rest[0]), effort, one)
+        if answer.missing_weight is not None and answer.missing_weight.estimate > missing_weight:
+            answer = _answer_exactly(executor, one, "the index would miss too much weight")[0]
+        answers.append(answer)
+    return answers
+
+
+def _answer_exactly(executor: QueryExecutor, queries: Any, why: str) -> list[Answer]:
+    """Return exact answers whose `engine` says why the index was not used."""
+    answers = executor.answer_queries(queries)
+    for answer in answers:
+        fields = vars(answer)
+        fields["engine"] += f", exactly: {why}"
+        if not answer.error_bound:  # there is one if shards of a cluster are lost
+            fields["recall"], fields["missing_weight"] = 1.0, NOTHING_MISSING
+    return answers
+
+
+def _answer_from(
+    executor: QueryExecutor,
+    plan: SearchPlan,
+    candidates: CandidateRows,
+    log_rest: float,
+    effort: Effort,
+    queries: Any,
+) -> Answer:
+    candidate_executor = CandidateExecutor(executor, plan, candidates, log_rest, effort)
+    return candidate_executor.answer_queries(queries)[0]
+
+
+class CandidateExecutor(QueryExecutor):
+    """Builds the answer to one query from some rows.
+
+    `log_rest` is the estimated log Σ exp(score) of the other rows.
+    """
+
+    def __init__(
+        self,
+        executor: QueryExecutor,
+        plan: SearchPlan,
+        candidates: CandidateRows,
+        log_rest: float,
+        effort: Effort,
+    ) -> None:
+        super().__init__(
+            executor.view,
+            executor.score,
+            executor.weighting,
+            candidates,
+            executor.top,
+            None,
+            CALIBRATION_MESSAGE,
+            executor.frame_library,
+        )
+        self.exact_executor, self.plan, self.effort = executor, plan, effort
+        self.candidates, self.log_rest = candidates, log_rest
+        # The rows that may take part, not only those that are read.
+        self.row_count, self.where = executor.row_count, executor.where
+
+    def without_row(self, position: int) -> QueryExecutor:
+        exact = self.exact_executor.without_row(position)
+        positions = self.candidates.positions
+        candidates = CandidateRows(
+            self.candidates.total, positions[positions != position], self.candidates.missing_count
+        )
+        return CandidateExecutor(exact, self.plan, candidates, self.log_rest, self.effort)
+
+    def _build_answer(
+        self,
+        query: Any,
+        weighed: WeighedRows,
+        i: int,
+        keeps_weights: bool,
+        engine: str,
+        best: np.ndarray | None = None,
+    ) -> Answer:
+        index, effort = self.plan.row_index, self.effort
+        text = (
+            f"index, {effort.lists:,} of {index.list_count:,} lists; "
+            f"{self.candidate_count:,} of {self.row_count:,} rows read"
+        )
+        answer = super()._build_answer(query, weighed, i, keeps_weights, text, best)
+        fields = vars(answer)
+        fields["error_bound"], fields["recall"] = 1.0, effort.recall
+        if self.plan.missing_weight is not None and weighed.lse is not None:
+            estimate = share_of_rest(self.log_rest, float(weighed.lse[i]))
+            fields["missing_weight"] = effort.correct_estimate(estimate, self.plan.has_interval)
+        return answer
+
+
+def attend_approximately(
+    view: TableView,
+    code: EncodedQuery,
+    score: Score,
+    weighting: WeightingLike,
+    selection: RowSelection,
+    missing_weight: float,
+) -> Array | None:
+    """Return the output (n, d_v) over the rows that the index finds, with gradients.
+
+    Return None if the index cannot serve the call.
+    """
+    query = code.code
+    fw = get_framework(query)
+    if code.sparse_positions is not None or not len(query) or fw.is_abstract(query):
+        return None
+    plan = plan_search(
+        view, _to_host(score), _to_host(weightings.resolve(weighting)), selection, missing_weight
+    )
+    if isinstance(plan, str):
+        return None
+    outs = []
+    host = to_numpy(fw.detach(query))
+    for i, (candidates, _, _) in enumerate(find_candidates(plan, host)):
+        rows = view.open_vectors(candidates, value=True)
+        outs.append(attend_rows(rows, query[i : i + 1], score=score, weighting=weighting))
+    return fw.xp.concat(outs, axis=0)
+
+
+def _to_host(component: Any) -> Any:
+    """Return a score or weighting whose arrays are NumPy arrays."""
+    leaves = [
+        getattr(component, name, None) for name in getattr(type(component), "number_fields", ())
+    ]
+    if not any(map(is_array, leaves)):
+        return component
+    fw = get_framework(next(x for x in leaves if is_array(x)))
+    return tree.map_arrays(fw, lambda x: to_numpy(fw.detach(x)), component)

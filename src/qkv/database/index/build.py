@@ -1,0 +1,134 @@
+"""Build the index of a database: one file per segment, then the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qkv.database.index import segment_index
+from qkv.database.index.calibration import IndexReport, measure_index
+from qkv.database.index.metric import IndexMetric, find_metric
+from qkv.database.index.row_index import forget_indexes, read_part_vectors
+from qkv.database.query.arguments import parse_queries
+from qkv.database.storage import Store
+from qkv.database.storage.snapshot import SegmentPart, Snapshot
+from qkv.database.table.view import TableView
+from qkv.errors import ArgumentError, CombinationError, validate_fraction
+from qkv.frameworks import is_array, to_numpy
+from qkv.scores import ScoreLike
+from qkv.util.progress import progress_bar
+from qkv.util.types import ProgressCallback
+
+KINDS = ("auto", "lists")
+
+
+def check_arguments(kind: Any, recall: Any) -> None:
+    """Raise `ArgumentError` unless the kind of index exists and the recall is a share."""
+    if kind not in KINDS:
+        raise ArgumentError(f"kind must be {' or '.join(map(repr, KINDS))}, not {kind!r}")
+    if not 0 < validate_fraction("index: recall", recall) < 1:
+        raise ArgumentError(f"index: recall must be between 0 and 1, not {recall!r}")
+
+
+def choose_metric(view: TableView, score: ScoreLike | None) -> IndexMetric:
+    """Return the metric of an index for this score; raise if there can be none."""
+    if view.has_sparse_vectors:
+        raise CombinationError(
+            "index: the keys have sparse vectors of words, which an index does not cover: choose "
+            "another encoder, such as 'text'"
+        )
+    metric = find_metric(view.resolve_score(score), view._vector_widths[0])
+    if isinstance(metric, str):
+        raise CombinationError(f"index: {metric}: pass a score such as 'cosine' or 'gaussian'")
+    return metric
+
+
+def encode_held_out(view: TableView, queries: Any) -> np.ndarray | None:
+    """Return the vectors of the caller's queries (n, d), or None."""
+    if queries is None:
+        return None
+    parsed, is_single = parse_queries(view, queries)
+    if is_single:
+        raise ArgumentError("index: queries must be a list of queries, not a single one")
+    if is_array(parsed) and view.schema.key_kind != "vector":
+        return to_numpy(parsed)
+    return np.asarray(view.encode_queries(parsed).code)
+
+
+def build_segments(
+    store: Store, view: TableView, metric: IndexMetric, progress: ProgressCallback | None
+) -> None:
+    """Build the index of each large segment that has none. Finished ones stay after Ctrl-C."""
+    segment_index.load_faiss()
+    parts = [part for part in view.snapshot.list_parts() if _needs_index(view, part, metric)]
+    total, done = sum(len(part.segment.ids) for part in parts), 0
+    with progress_bar("rows in the index", total) as show_progress:
+
+        def report_rows(rows: int) -> None:
+            nonlocal done
+            done += rows
+            (progress or show_progress)(done, total)
+
+        for part in parts:
+            _build_segment(store, part, metric, report_rows)
+    if parts:
+        forget_indexes(view.snapshot)
+        view.index_cache.clear()
+
+
+def _needs_index(view: TableView, part: SegmentPart, metric: IndexMetric) -> bool:
+    """Return whether a segment is large, wholly visible, and has no index for this metric."""
+    entry = part.entry
+    if entry is None or entry.rows < segment_index.MIN_ROWS or len(part.segment.ids) != entry.rows:
+        return False
+    return read_metric_name(view.snapshot, part) != metric.name
+
+
+def read_metric_name(snapshot: Snapshot, part: SegmentPart) -> str | None:
+    """Return the metric of the intact index of a segment, or None."""
+    from qkv.database.errors import StoreDamagedError
+
+    assert part.entry is not None
+    try:
+        stored = snapshot.read_index(part.entry)
+    except StoreDamagedError:
+        return None
+    if stored is None or stored[1].get("index") != segment_index.FORMAT:
+        return None
+    return stored[1].get("metric")
+
+
+def _build_segment(
+    store: Store, part: SegmentPart, metric: IndexMetric, report_rows: Callable[[int], None]
+) -> None:
+    assert part.entry is not None
+    part.segment.check_not_truncated()
+    arrays = segment_index.build_arrays(
+        lambda start, stop: read_part_vectors(part, metric, start, stop),
+        len(part.segment.ids),
+        metric,
+        report_rows,
+    )
+    if arrays is not None:
+        store.write_index(part.entry, arrays, segment_index.describe_arrays(metric))
+
+
+def measure_view(
+    view: TableView,
+    metric: IndexMetric,
+    recall: float,
+    queries: np.ndarray | None,
+    progress: ProgressCallback | None,
+) -> IndexReport:
+    """Measure the index on held-out queries, with a progress bar."""
+    done = 0
+    with progress_bar("queries measured") as show_progress:
+
+        def report_queries(count: int) -> None:
+            nonlocal done
+            done += count
+            (progress or show_progress)(done, None)
+
+        return measure_index(view, metric, recall, queries, report_queries)

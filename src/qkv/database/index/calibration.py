@@ -1,0 +1,371 @@
+"""What an index finds, measured on held-out queries: its recall, and the weight that it misses.
+
+The queries are vectors of keys, each without its own row. The weight of the rows that a search does
+not find is estimated from the means of the lists. The ratio of the true to the estimated weight is
+measured for every query. Its 5 % and 95 % quantiles, taken as in split-conformal prediction, give
+an interval that holds for 90 % of new queries like the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.answer_backend import MissingWeight
+from qkv.database.index.metric import METRICS, IndexMetric, MetricName
+from qkv.database.index.row_index import RowIndex, open_row_index, read_part_vectors
+from qkv.database.query.calibration import lower_quantile_bound
+from qkv.database.table.view import TableView
+from qkv.util.deadline import check_deadline
+
+INTERVAL_LEVEL = 0.9
+"""The share of queries for which the interval of the missing weight holds."""
+
+QUERIES, QUERIES_OF_MANY_ROWS, MANY_ROWS = 1000, 500, 2**19
+"""The number of held-out queries, and that for a table with many rows."""
+
+MIN_QUERIES, MAX_RANGES = 100, 5
+"""The least queries for an interval. With more, each range of estimates has its own interval."""
+
+MAX_LOG_RATIO = 50.0
+
+BEST_ROWS = 10
+"""The recall is the share of this many best rows that are found."""
+
+RERANKED_ROWS = 64
+"""The recall is measured with this many rows, by their codes the nearest, that are read in full."""
+
+MIN_LISTS, MAX_ROW_SHARE = 2, 0.25
+"""The first effort reads this many lists. The last one finds at most this share of the rows."""
+
+FOUND_SHARE = 0.25
+"""A search returns this share of the rows in the lists that it reads."""
+
+ENOUGH_RECALL, ENOUGH_MISSING = 0.999, 1e-4
+"""No larger search is measured after one with this recall and this missing weight."""
+
+SMALLEST_WEIGHT = 1e-6
+"""Smaller missing weights count as equal to this one."""
+
+MAX_CHANGED_SHARE = 0.1
+"""The interval becomes invalid if a larger share of the rows has changed."""
+
+MAX_SLOPE_CHANGE = 0.02
+"""The interval holds for scores whose slope differs by at most this share."""
+
+MAX_SCORES_PER_BLOCK = 2**25
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a search with `lists` lists and `rows` rows achieved on the held-out queries.
+
+    `recall` is the mean share of the ten best rows that were found. `missing` and `missing_90` are
+    the median and the 90 % quantile of the missing weight. `ratios` has one line for each range of
+    the estimated missing weight: its upper end, then the 5 % quantile, the median and the 95 %
+    quantile of log((true + ε) / (estimated + ε)), where ε is the smallest weight.
+    """
+
+    lists: int
+    rows: int
+    recall: float
+    missing: float
+    missing_90: float
+    ratios: tuple[tuple[float, float, float, float], ...]
+
+    def correct_estimate(self, estimate: float, has_interval: bool) -> MissingWeight:
+        """Return the missing weight for an estimate, corrected by the measured ratios.
+
+        If these do not hold for the query, the estimate stays, and its error is not known.
+
+        >>> Effort(1, 1, 1.0, 0.1, 0.2, ((1.0, -0.5, 0.0, 0.5),)).correct_estimate(0.1, False)
+        MissingWeight(estimate=0.1, low=0.0, high=1.0)
+        """
+        if not has_interval:
+            return MissingWeight(estimate, 0.0, 1.0)
+        shifted = estimate + SMALLEST_WEIGHT
+        ratios = next((x for x in self.ratios if estimate <= x[0]), self.ratios[-1])
+        low, middle, high = (
+            float(np.clip(shifted * np.exp(x) - SMALLEST_WEIGHT, 0, 1)) for x in ratios[1:]
+        )
+        return MissingWeight(middle, low, high)
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """The result of `Database.index`: what the index achieves on held-out queries.
+
+    `efforts` are searches of increasing size. `recall` is the requested one. The other fields say
+    for which score and rows the numbers hold.
+    """
+
+    metric: MetricName
+    slope: float
+    recall: float
+    queries: int
+    rows: int
+    indexed: int
+    last: int
+    encoded: int
+    efforts: tuple[Effort, ...]
+
+    def __repr__(self) -> str:
+        text = f"{self.indexed:,} of {self.rows:,} rows are in the index"
+        if not self.efforts:
+            return f"{text}; the others are scanned"
+        effort = self.find_ranking_effort() or self.efforts[-1]
+        return (
+            f"{text}: {effort.recall:.3f} of the ten best rows are found in {effort.lists:,} lists "
+            f"({self.queries:,} held-out queries)"
+        )
+
+    def find_ranking_effort(self) -> Effort | None:
+        """Return the smallest effort with the requested recall, or None."""
+        return next((x for x in self.efforts if x.recall >= self.recall), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values, for the settings of a store."""
+        return asdict(self)
+
+    @classmethod
+    def read_from_view(cls, view: TableView) -> IndexReport | None:
+        """Return the valid report of a store, cached with the view, or None."""
+        if "report" not in view.index_cache:
+            view.index_cache["report"] = cls._parse_settings(view)
+        report: IndexReport | None = view.index_cache["report"]
+        return report
+
+    @classmethod
+    def _parse_settings(cls, view: TableView) -> IndexReport | None:
+        stored = view.settings.get("index")
+        if not isinstance(stored, dict) or {x.name for x in fields(cls)} != stored.keys():
+            return None
+        if stored["metric"] not in METRICS or not isinstance(stored["efforts"], list):
+            return None
+        numbers = [x for name, x in stored.items() if name not in ("metric", "efforts")]
+        efforts = list(map(_parse_effort, stored["efforts"]))
+        if not all(map(_is_number, numbers)) or None in efforts:
+            return None
+        return cls(**stored | {"efforts": tuple(efforts)})
+
+    def as_metric(self) -> IndexMetric:
+        return IndexMetric(self.metric, self.slope)
+
+    def is_slope_measured(self, slope: float) -> bool:
+        """Return whether the missing weights were measured for about this slope."""
+        return abs(slope - self.slope) <= MAX_SLOPE_CHANGE * self.slope
+
+    def has_interval(self, view: TableView, slope: float) -> bool:
+        """Return whether the measured interval holds for these rows and this slope."""
+        added = view.snapshot.last_id - self.last
+        changed = added + (self.rows + added - len(view))
+        return (
+            self.queries >= MIN_QUERIES
+            and self.is_slope_measured(slope)
+            and changed <= MAX_CHANGED_SHARE * self.rows
+        )
+
+
+def measure_index(
+    view: TableView,
+    metric: IndexMetric,
+    recall: float,
+    queries: np.ndarray | None = None,
+    report_queries: Callable[[int], None] = lambda count: None,
+) -> IndexReport:
+    """Measure the index of a view on held-out queries.
+
+    `queries` (n, d) replace the vectors of keys.
+    """
+    index = open_row_index(view, metric.name)
+    rows, efforts = index.total, list[Effort]()
+    held_out: np.ndarray | None = None
+    if index.parts and queries is None:
+        count = min(QUERIES if rows < MANY_ROWS else QUERIES_OF_MANY_ROWS, rows // 2)
+        held_out = np.sort(np.random.default_rng(1).choice(rows, count, replace=False))
+        queries = view.read_key_vectors(view.ids[held_out])
+    if index.parts and queries is not None:
+        prepared = metric.prepare_vectors(queries)
+        steps = list(_choose_search_sizes(index))
+        parts: list[list[np.ndarray]] = [[] for _ in steps]
+        size = max(MAX_SCORES_PER_BLOCK // max(rows, 1), 16)
+        for start in range(0, len(prepared), size):
+            check_deadline()
+            block = prepared[start : start + size]
+            own = None if held_out is None else held_out[start : start + size]
+            exact = _compute_exact_weights(view, block, own, metric, rows)
+            for results, step in zip(parts, steps, strict=False):
+                results.append(_measure_queries(index, block, own, exact, metric, *step))
+                if not start and _finds_everything(results[0]):
+                    steps = steps[: steps.index(step) + 1]
+                    break
+            report_queries(len(block))
+        for step, results in zip(steps, parts, strict=False):
+            efforts.append(_summarize_effort(*step, np.concatenate(results)))
+    return IndexReport(
+        metric=metric.name,
+        slope=metric.slope,
+        recall=recall,
+        queries=0 if queries is None else len(queries),
+        rows=rows,
+        indexed=rows - len(index.unindexed),
+        last=view.snapshot.last_id,
+        encoded=view.setting_number("encoded"),
+        efforts=tuple(efforts),
+    )
+
+
+def _choose_search_sizes(index: RowIndex) -> list[tuple[int, int]]:
+    """Return the numbers of lists and rows of searches, each about twice as large as the last."""
+    sizes, lists = [], MIN_LISTS
+    while lists < index.list_count:
+        rows = max(int(lists * index.rows_per_list * FOUND_SHARE), RERANKED_ROWS)
+        if rows > MAX_ROW_SHARE * index.total:
+            break
+        sizes.append((lists, rows))
+        lists *= 2
+    return sizes
+
+
+def _compute_similarity(
+    view: TableView, queries: np.ndarray, metric: IndexMetric, rows: int
+) -> np.ndarray:
+    """Return the similarity of the queries to all rows, (n, m)."""
+    similarity = np.empty((len(queries), rows), np.float32)
+    # Relative to the centre, the expanded square loses no precision far from the origin.
+    centre = queries.mean(axis=0) if metric.is_distance else np.float32(0)
+    start, queries = 0, queries - centre
+    for part in view.snapshot.list_parts():
+        part.segment.check_not_truncated()
+        keys = read_part_vectors(part, metric, 0, len(part.segment.ids), part.segment.live) - centre
+        block = similarity[:, start : start + len(keys)]
+        np.matmul(queries, keys.T, out=block)
+        if metric.is_distance:
+            block -= np.square(queries).sum(axis=1)[:, None] / 2
+            block -= np.square(keys).sum(axis=1) / 2
+        start += len(keys)
+    return similarity
+
+
+class _ExactWeights(NamedTuple):
+    """The weights of all rows for n queries.
+
+    `weights` (n, m) are exp(score − `top`), where `top` (n,) is the best score, and `total` (n,)
+    their sums. `best` (n, 10) are the best rows.
+    """
+
+    weights: np.ndarray
+    top: np.ndarray
+    total: np.ndarray
+    best: np.ndarray
+
+
+def _compute_exact_weights(
+    view: TableView,
+    queries: np.ndarray,
+    own: np.ndarray | None,
+    metric: IndexMetric,
+    rows: int,
+) -> _ExactWeights:
+    """Return the exact weights of all rows; the rows `own` (n,) have none."""
+    similarity = _compute_similarity(view, queries, metric, rows)
+    if own is not None:
+        similarity[np.arange(len(own)), own] = -np.inf
+    last = max(rows - BEST_ROWS, 0)
+    best = np.stack([np.argpartition(row, last)[last:] for row in similarity])
+    top = similarity.max(axis=1)
+    similarity -= top[:, None]
+    similarity *= np.float32(metric.slope)
+    weights = np.exp(similarity, out=similarity)
+    total = weights.sum(axis=1, dtype=float)
+    return _ExactWeights(weights, metric.slope * top.astype(float), total, best)
+
+
+def _measure_queries(
+    index: RowIndex,
+    queries: np.ndarray,
+    own: np.ndarray | None,
+    exact: _ExactWeights,
+    metric: IndexMetric,
+    lists: int,
+    rows: int,
+) -> np.ndarray:
+    """Return (recall, missing weight, estimated missing weight) of each query, (n, 3)."""
+    found = index.search(queries, lists, rows, metric)
+    out = np.empty((len(queries), 3))
+    for i, positions in enumerate(found.positions):
+        if own is not None:
+            positions = positions[positions != own[i]]
+        reranked = np.concatenate([positions[:RERANKED_ROWS], index.unindexed])
+        read = np.concatenate([positions, index.unindexed])
+        sum_found = float(exact.weights[i, read].sum(dtype=float))
+        with np.errstate(divide="ignore"):
+            log_found = float(np.log(sum_found) + exact.top[i])
+        out[i] = (
+            np.isin(exact.best[i], reranked).mean(),
+            min(max(1 - sum_found / exact.total[i], 0.0), 1.0),
+            share_of_rest(float(found.log_rest[i]), log_found),
+        )
+    return out
+
+
+def share_of_rest(log_rest: float, log_found: float) -> float:
+    """Return the share of the weight that the rest has.
+
+    >>> share_of_rest(0.0, 0.0)
+    0.5
+    """
+    return float(np.exp(log_rest - np.logaddexp(log_rest, log_found)))
+
+
+def _finds_everything(results: np.ndarray) -> bool:
+    """Return whether a larger search would hardly find more."""
+    recall, missing, _ = results.T
+    return bool(recall.mean() > ENOUGH_RECALL and np.quantile(missing, 0.9) < ENOUGH_MISSING)
+
+
+def _summarize_effort(lists: int, rows: int, results: np.ndarray) -> Effort:
+    recall, missing, estimate = results.T
+    ratio = np.log(missing + SMALLEST_WEIGHT) - np.log(estimate + SMALLEST_WEIGHT)
+    order = np.argsort(estimate, kind="stable")
+    ranges = max(min(len(order) // MIN_QUERIES, MAX_RANGES), 1)
+    parts = np.array_split(order, ranges)
+    return Effort(
+        lists=lists,
+        rows=rows,
+        recall=float(recall.mean()),
+        missing=float(np.median(missing)),
+        missing_90=float(np.quantile(missing, 0.9)),
+        ratios=tuple((float(estimate[x].max()), *_find_quantiles(ratio[x])) for x in parts),
+    )
+
+
+def _find_quantiles(ratio: np.ndarray) -> tuple[float, float, float]:
+    """Return the lower end, the median and the upper end of an interval for a new ratio."""
+    tail = (1 - INTERVAL_LEVEL) / 2
+    low, high = lower_quantile_bound(ratio, tail), -lower_quantile_bound(-ratio, tail)
+    return max(low, -MAX_LOG_RATIO), float(np.median(ratio)), min(high, MAX_LOG_RATIO)
+
+
+def _parse_effort(stored: Any) -> Effort | None:
+    """Return a stored effort, or None if it is not one."""
+    names = {field.name for field in fields(Effort)}
+    if not isinstance(stored, dict) or stored.keys() != names:
+        return None
+    ratios = stored["ratios"]
+    lines = isinstance(ratios, list) and all(isinstance(x, list) and len(x) == 4 for x in ratios)
+    if not lines or not ratios:
+        return None
+    numbers = [x for name, x in stored.items() if name != "ratios"]
+    if not all(map(_is_number, (*numbers, *(x for line in ratios for x in line)))):
+        return None
+    if stored["lists"] < 1 or stored["rows"] < 1:
+        return None
+    return Effort(**stored | {"ratios": tuple(map(tuple, ratios))})
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and bool(np.isfinite(x))

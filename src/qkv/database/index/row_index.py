@@ -1,0 +1,332 @@
+"""The search over all rows of a version: candidates, and the estimated weight of all other rows."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from qkv.database.errors import StoreDamagedError, reason
+from qkv.database.index.metric import IndexMetric, MetricName
+from qkv.database.index.segment_index import SegmentIndex
+from qkv.database.storage.segments import SegmentEntry
+from qkv.database.storage.snapshot import SegmentPart, Snapshot
+from qkv.database.table.row_selection import RowSelection
+from qkv.database.table.view import TableView
+from qkv.frameworks.stored_rows import RowChunk
+from qkv.util import caches
+from qkv.util.deadline import check_deadline
+from qkv.util.logging import log_warning
+
+MAX_SCORES_PER_SEARCH = 2**24
+"""The most scores of lists in memory at a time, which limits the queries that search together."""
+
+
+class FoundRows(NamedTuple):
+    """The rows that a search has found, for n queries.
+
+    - `positions`: for each query the positions of its rows, by their codes the nearest first
+    - `log_rest` (n,): the estimated log Σ exp(score) over all indexed rows that were not found
+    """
+
+    positions: list[np.ndarray]
+    log_rest: np.ndarray
+
+
+class _IndexedPart(NamedTuple):
+    """A segment with an index, as one version sees it.
+
+    Its rows from `begin` on belong to the version. `live` marks those that are not deleted, or is
+    None. Their positions among all rows start at `start`. Its lists start at `first_list`.
+    """
+
+    segment_index: SegmentIndex
+    begin: int
+    rows: int
+    live: np.ndarray | None
+    start: int
+    live_count: int
+    first_list: int
+
+    def to_positions(self, rows: np.ndarray, ranks: np.ndarray | None) -> np.ndarray:
+        """Return the positions among all rows for rows of the segment; −1 stays −1."""
+        at = rows - self.begin
+        places = at if ranks is None else ranks[np.maximum(at, 0)]
+        return np.where(rows < 0, -1, self.start + places)
+
+
+class RowIndex:
+    """The indexes of all segments of a view that have one for this metric.
+
+    `unindexed` are the positions of the rows that no index contains, ascending.
+    """
+
+    def __init__(self, view: TableView, metric: MetricName) -> None:
+        self.parts: list[_IndexedPart] = []
+        unindexed: list[np.ndarray] = []
+        start = first_list = 0
+        parts = view.snapshot.list_parts()
+        for part in parts:
+            live, rows = part.segment.live, len(part.segment.ids)
+            count = rows if live is None else int(np.count_nonzero(live))
+            index = _find_index(view.snapshot, part, metric, view._vector_widths[0])
+            if index is None:
+                unindexed.append(np.arange(start, start + count))
+            else:
+                indexed = _IndexedPart(index, part.begin, rows, live, start, count, first_list)
+                self.parts.append(indexed)
+                first_list += index.list_count
+            start += count
+        _forget_other_indexes(view.snapshot, parts)
+        self.total, self.list_count = start, first_list
+        self.unindexed = np.concatenate([np.zeros(0, np.int64), *unindexed])
+        self._allowed_bits: tuple[RowSelection | None, list[np.ndarray | None]] | None = None
+
+    @cached_property
+    def _ranks(self) -> list[np.ndarray | None]:
+        """For each part the number of live rows before each row, or None if all are live."""
+        return [
+            None if part.live is None else (np.cumsum(part.live) - 1).astype(np.int64)
+            for part in self.parts
+        ]
+
+    @cached_property
+    def _list_means(self) -> np.ndarray:
+        return np.concatenate([part.segment_index.mean for part in self.parts])
+
+    @cached_property
+    def _list_spreads(self) -> np.ndarray:
+        return np.concatenate([part.segment_index.spread for part in self.parts]).astype(float)
+
+    @cached_property
+    def _list_counts(self) -> np.ndarray:
+        """The number of live rows of each list, (L,), as if deletions were spread evenly."""
+        return np.concatenate(
+            [
+                part.segment_index.counts * (part.live_count / part.segment_index.rows)
+                for part in self.parts
+            ]
+        )
+
+    @cached_property
+    def rows_per_list(self) -> float:
+        return (self.total - len(self.unindexed)) / max(self.list_count, 1)
+
+    def search(
+        self,
+        queries: np.ndarray,
+        lists: int,
+        count: int,
+        metric: IndexMetric,
+        selection: RowSelection | None = None,
+        estimates_rest: bool = True,
+    ) -> FoundRows:
+        """Return up to `count` near rows of each query (n, d), from the `lists` nearest lists.
+
+        The queries are prepared for the metric. Only live rows of the selection are returned.
+        Without `estimates_rest`, `log_rest` is NaN.
+        """
+        step = max(MAX_SCORES_PER_SEARCH // max(self.list_count, 1), 1)
+        found = [
+            self._search_batch(
+                queries[at : at + step], lists, count, metric, selection, estimates_rest
+            )
+            for at in range(0, len(queries), step)
+        ]
+        return FoundRows(
+            [positions for each in found for positions in each.positions],
+            np.concatenate([np.zeros(0), *(each.log_rest for each in found)]),
+        )
+
+    def _search_batch(
+        self,
+        queries: np.ndarray,
+        lists: int,
+        count: int,
+        metric: IndexMetric,
+        selection: RowSelection | None,
+        estimates_rest: bool,
+    ) -> FoundRows:
+        check_deadline()
+        n, lists = len(queries), min(lists, self.list_count)
+        similarity = self._list_similarity(queries, metric)
+        nearest = np.argpartition(-similarity, lists - 1, axis=1)[:, :lists]
+        closeness = np.take_along_axis(similarity, nearest, axis=1)
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        allowed = self._find_allowed_bits(selection)
+        for part, bits, ranks in zip(self.parts, allowed, self._ranks, strict=True):
+            local = nearest - part.first_list
+            local = np.where((local >= 0) & (local < part.segment_index.list_count), local, -1)
+            size = min(count, part.segment_index.rows)
+            rows, nearness = part.segment_index.search(queries, local, closeness, size, bits)
+            nearness = np.where(rows < 0, -np.inf, nearness)
+            parts.append((part.to_positions(rows, ranks), nearness))
+        positions, nearness = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        order = np.argsort(-nearness, axis=1, kind="stable")[:, :count]
+        positions = np.take_along_axis(positions, order, axis=1)
+        nearness = np.take_along_axis(nearness, order, axis=1)
+        share = 1.0 if selection is None else selection.row_count / max(self.total, 1)
+        log_rest = np.full(n, np.nan)
+        if estimates_rest:
+            log_rest = self._estimate_rest(queries, similarity, nearest, nearness, metric, share)
+        return FoundRows([row[row >= 0] for row in positions.reshape(n, -1)], log_rest)
+
+    def _list_similarity(self, queries: np.ndarray, metric: IndexMetric) -> np.ndarray:
+        """Return the similarity of each query to the mean of each list, (n, L)."""
+        if not metric.is_distance:
+            return np.asarray(queries @ self._list_means.T)
+        # Relative to the centre, the expanded square loses no precision far from the origin.
+        centre, means, squares = self._centred_means
+        offsets = queries - centre
+        lengths = np.square(offsets).sum(axis=1)[:, None]
+        return np.asarray(np.minimum(offsets @ means.T - (lengths + squares) / 2, 0))
+
+    @cached_property
+    def _centred_means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The mean of all lists, the means relative to it, and their squared lengths."""
+        centre = self._list_means.mean(axis=0)
+        means = self._list_means - centre
+        return centre, means, np.square(means).sum(axis=1)
+
+    def _estimate_rest(
+        self,
+        queries: np.ndarray,
+        similarity: np.ndarray,
+        nearest: np.ndarray,
+        nearness: np.ndarray,
+        metric: IndexMetric,
+        share: float,
+    ) -> np.ndarray:
+        """Return the estimated log Σ exp(score), (n,), over the rows that were not found.
+
+        The rows of a list count as scattered evenly around its mean. The largest deviation of m
+        such rows is about √(2 ln m) standard deviations, which limits the sum.
+        """
+        slope, spread = metric.slope, self._list_spreads
+        similarity = similarity.astype(float)
+        if metric.is_distance:
+            variance = -2 * similarity * spread
+            similarity = similarity - spread * self._list_means.shape[1] / 2
+        else:
+            variance = np.square(queries.astype(float)).sum(axis=1)[:, None] * spread
+        log_count = np.log(np.maximum(self._list_counts * share, 1e-300))
+        limit = np.sqrt(2 * np.maximum(log_count, 0))
+        deviation = slope * np.sqrt(variance)
+        gain = np.where(deviation < limit, deviation**2 / 2, limit * deviation - limit**2 / 2)
+        log_mass = log_count + slope * similarity + gain
+        chosen = np.take_along_axis(log_mass, nearest, axis=1)
+        np.put_along_axis(log_mass, nearest, -np.inf, axis=1)
+        # In the lists that were read, no other row is nearer than the last one that was found.
+        read = (np.take_along_axis(np.exp(log_count)[None], nearest, axis=1)).sum(axis=1)
+        left = read - np.isfinite(nearness).sum(axis=1)
+        last = np.where(np.isfinite(nearness), nearness, np.inf).min(axis=1).astype(float)
+        with np.errstate(divide="ignore"):
+            most = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + slope * last, -np.inf)
+        most = np.where(np.isfinite(last), most, np.inf)
+        unread = np.minimum(most, log_sum_exp(chosen))
+        unread = np.where(left > 0, unread, -np.inf)
+        return np.asarray(np.logaddexp(log_sum_exp(log_mass), unread))
+
+    def _find_allowed_bits(self, selection: RowSelection | None) -> list[np.ndarray | None]:
+        """Return for each part the bits of its rows that may be returned; None if all may be."""
+        if selection is not None and selection.mask is None:
+            selection = None
+        cached = self._allowed_bits
+        if cached is None or cached[0] is not selection:
+            bits = [_pack_allowed_rows(part, selection) for part in self.parts]
+            self._allowed_bits = cached = selection, bits
+        return cached[1]
+
+
+def log_sum_exp(x: np.ndarray) -> np.ndarray:
+    """Return log Σ exp(x) over the last axis; −∞ if there is nothing.
+
+    >>> log_sum_exp(np.array([[0.0, 0.0], [-np.inf, -np.inf]])).round(3).tolist()
+    [0.693, -inf]
+    """
+    top = x.max(axis=-1, initial=-np.inf)
+    shift = np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.exp(x - shift[..., None]).sum(axis=-1)) + shift)
+
+
+def open_row_index(view: TableView, metric: MetricName) -> RowIndex:
+    """Return the row index of a view, which is cached with the view."""
+    cached: RowIndex | None = view.index_cache.get(metric)
+    if cached is None:
+        view.index_cache[metric] = cached = RowIndex(view, metric)
+    return cached
+
+
+def read_part_vectors(
+    part: SegmentPart, metric: IndexMetric, start: int, stop: int, live: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the prepared vectors of the rows start … stop − 1 of a part, or its live rows."""
+    tensors = part.segment.tensors
+    rows: Any = slice(start, stop)
+    scale = tensors["scale"][rows] if "scale" in tensors else None
+    chunk = RowChunk(np.asarray(tensors["code"][rows]), scale=scale, live=live)
+    return metric.prepare_vectors(chunk.live_vectors())
+
+
+def _pack_allowed_rows(part: _IndexedPart, selection: RowSelection | None) -> np.ndarray | None:
+    """Return the bits of the live and selected rows of a segment, or None if all rows are."""
+    if selection is None and part.live is None and part.rows == part.segment_index.rows:
+        return None
+    allowed = np.zeros(part.segment_index.rows, bool)
+    rows = allowed[part.begin : part.begin + part.rows]
+    rows[:] = True if part.live is None else part.live
+    if selection is not None and selection.mask is not None:
+        rows[rows] = selection.mask[part.start : part.start + part.live_count]
+    return np.packbits(allowed, bitorder="little")
+
+
+_INDEXES_BY_STORE: WeakKeyDictionary[Any, dict[tuple[str, str], SegmentIndex]] = WeakKeyDictionary()
+caches.register("database.segment_indexes", _INDEXES_BY_STORE)
+
+
+def _find_index(
+    snapshot: Snapshot, part: SegmentPart, metric: MetricName, width: int
+) -> SegmentIndex | None:
+    """Return the index of a part's segment for a metric, or None if there is no valid one."""
+    entry = part.entry
+    if entry is None:
+        return None
+    loaded = _INDEXES_BY_STORE.setdefault(snapshot.store_identity, {})
+    identity = entry.file, metric
+    index = loaded.get(identity)
+    if index is None:
+        index = _load_index(snapshot, entry, metric, width)
+        if index is not None:
+            loaded[identity] = index
+    return index
+
+
+def _forget_other_indexes(snapshot: Snapshot, parts: list[SegmentPart]) -> None:
+    """Forget the loaded indexes of segments that are not among these parts."""
+    current = {part.entry.file for part in parts if part.entry is not None}
+    loaded = _INDEXES_BY_STORE.get(snapshot.store_identity, {})
+    for identity in [x for x in loaded if x[0] not in current]:
+        loaded.pop(identity, None)
+
+
+def forget_indexes(snapshot: Snapshot) -> None:
+    """Forget the loaded indexes of a store, because they were built again or removed."""
+    _INDEXES_BY_STORE.pop(snapshot.store_identity, None)
+
+
+def _load_index(
+    snapshot: Snapshot, entry: SegmentEntry, metric: MetricName, width: int
+) -> SegmentIndex | None:
+    """Read and check the index of a segment. A damaged one is logged and not used."""
+    try:
+        stored = snapshot.read_index(entry)
+        if stored is None or stored[1].get("metric") != metric:
+            return None
+        return SegmentIndex(*stored, entry.rows, width)
+    except (StoreDamagedError, KeyError, TypeError, ValueError) as error:
+        text = reason(error) if isinstance(error, StoreDamagedError) else str(error)
+        log_warning("the index of %s is not used, and its rows are scanned (%s)", entry.file, text)
+        return None

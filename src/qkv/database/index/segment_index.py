@@ -1,0 +1,283 @@
+"""The index of one segment: lists of similar vectors, with a code of each vector.
+
+FAISS clusters the vectors and searches the codes. A store contains only plain arrays, which are
+checked before FAISS gets them: a store may come from somebody else, and FAISS trusts its files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qkv.database.index.metric import METRICS, IndexMetric
+from qkv.errors import require_extra
+from qkv.util.deadline import check_deadline
+
+FORMAT = "lists-1"
+"""The layout of the arrays. A reader ignores an index of any other layout."""
+
+MIN_ROWS = 2**13
+"""A segment with fewer rows gets no index: reading it takes less time than a search."""
+
+LISTS_PER_ROOT = 2.0
+"""The number of lists of a segment is this factor times the square root of its rows."""
+
+ROWS_PER_BLOCK = 2**16
+"""The number of rows that are assigned to lists at a time."""
+
+TRAINING_ROWS_PER_LIST = 64
+CLUSTERING_ROUNDS = 10
+CODE_LEVELS = 255
+
+MAX_CODE_ERROR = 2e-3
+"""If the squared error of 8-bit codes is a larger share of the spread within the lists, the codes
+are float16. A few rows far from all others make the steps of 8-bit codes large.
+"""
+
+MAX_FLOAT16 = 6e4
+
+ReadVectors = Callable[[int, int], np.ndarray]
+"""Returns the prepared vectors of the rows start … stop − 1, float32."""
+
+
+def load_faiss() -> Any:
+    """Import FAISS; raise `MissingExtraError` if it is not installed."""
+    with require_extra("index", "an index needs faiss"):
+        import faiss
+    return faiss
+
+
+def build_arrays(
+    read_vectors: ReadVectors,
+    rows: int,
+    metric: IndexMetric,
+    report_rows: Callable[[int], None] = lambda rows: None,
+) -> dict[str, np.ndarray] | None:
+    """Return the arrays of the index of `rows` vectors; None if a vector is not finite.
+
+    - `mean` (L, d): the mean of each list
+    - `spread` (L,): the mean of ‖k − mean‖² / d over the list
+    - `start` (L + 1,): where each list begins in `row` and `code`
+    - `row` (m,): the row in the segment, list by list
+    - `code` (m, d): k − mean as float16, or in 8 bits, ⌊(k − mean − low) / range · 255⌋
+    - `bounds` (2, d): low and range of each column of k − mean
+    """
+    faiss = load_faiss()
+    lists = max(1, min(int(LISTS_PER_ROOT * math.sqrt(rows)), rows // 16))
+    sample = _read_sample(read_vectors, rows, lists * TRAINING_ROWS_PER_LIST)
+    if not np.isfinite(sample).all():
+        return None
+    width, is_cosine = sample.shape[1], metric.name == "cosine"
+    clusters = faiss.Kmeans(
+        width,
+        lists,
+        niter=CLUSTERING_ROUNDS,
+        seed=1,
+        spherical=is_cosine,
+        min_points_per_centroid=1,
+        max_points_per_centroid=TRAINING_ROWS_PER_LIST,
+    )
+    clusters.train(sample)
+    centres = faiss.IndexFlatIP(width) if is_cosine else faiss.IndexFlatL2(width)
+    centres.add(clusters.centroids)
+    list_of_row = np.empty(rows, np.int64)
+    total, squares = np.zeros((lists, width)), np.zeros(lists)
+    for start in range(0, rows, ROWS_PER_BLOCK):
+        check_deadline()
+        block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
+        if not np.isfinite(block).all():
+            return None
+        nearest = centres.search(block, 1)[1][:, 0]
+        # A degenerate clustering leaves rows without a list: any list will do.
+        nearest = np.where(nearest < 0, 0, nearest)
+        list_of_row[start : start + len(block)] = nearest
+        _add_rows(total, squares, block, nearest)
+        report_rows(len(block))
+    row = np.argsort(list_of_row, kind="stable")
+    start_of_list = np.searchsorted(list_of_row[row], np.arange(lists + 1))
+    counts = np.diff(start_of_list)
+    mean = (total / np.maximum(counts, 1)[:, None]).astype(np.float32)
+    spread = squares / np.maximum(counts, 1) - np.square(mean, dtype=float).sum(axis=1)
+    place = np.empty(rows, np.int64)
+    place[row] = np.arange(rows)
+    low, high = np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32)
+
+    def iterate_residuals() -> Iterator[tuple[int, np.ndarray]]:
+        for start in range(0, rows, ROWS_PER_BLOCK):
+            check_deadline()
+            block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
+            yield start, block - mean[list_of_row[start : start + len(block)]]
+
+    for _, block in iterate_residuals():
+        low, high = np.minimum(low, block.min(axis=0)), np.maximum(high, block.max(axis=0))
+    size = np.where(high > low, high - low, 1).astype(np.float32)
+    if not np.isfinite(size).all() or not np.isfinite(squares).all():
+        return None
+    spread = np.maximum(spread, 0) / width
+    is_8_bit = _is_8_bit_precise(size, float(spread @ counts) / rows)
+    is_8_bit |= max(np.abs(low).max(), np.abs(high).max()) > MAX_FLOAT16
+    code = np.empty((rows, width), np.uint8 if is_8_bit else np.float16)
+    for start, block in iterate_residuals():
+        if is_8_bit:
+            block = np.clip((block - low) / size * CODE_LEVELS, 0, CODE_LEVELS)
+        code[place[start : start + len(block)]] = block
+    return {
+        "mean": mean,
+        "spread": spread.astype(np.float32),
+        "start": start_of_list.astype(np.int64),
+        "row": row.astype(np.uint32),
+        "code": code,
+        "bounds": np.stack([low, size]),
+    }
+
+
+def describe_arrays(metric: IndexMetric) -> dict[str, str]:
+    """Return the metadata that is stored with the arrays."""
+    return {"index": FORMAT, "metric": metric.name}
+
+
+class SegmentIndex:
+    """The index of a segment with `rows` rows. The constructor checks all arrays.
+
+    It raises `ValueError` for arrays that `build_arrays` cannot have returned.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], rows: int, width: int
+    ) -> None:
+        metric = metadata.get("metric")
+        if metadata.get("index") != FORMAT or metric not in METRICS:
+            raise ValueError("it has another layout")
+        _check_arrays(arrays, rows, width)
+        self.metric: str = metric
+        self.rows, self.width = rows, width
+        self.mean, self.spread = arrays["mean"], arrays["spread"]
+        self.start = arrays["start"]
+        self.counts = np.diff(self.start)
+        self.row_of_entry = arrays["row"]
+        self._lists = self._load_lists(arrays)
+
+    @property
+    def list_count(self) -> int:
+        return len(self.mean)
+
+    def _load_lists(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        """Return the lists as an index of FAISS, in which the id of an entry is its row."""
+        faiss = load_faiss()
+        is_8_bit = arrays["code"].dtype == np.uint8
+        kind = faiss.METRIC_L2 if self.metric == "distance" else faiss.METRIC_INNER_PRODUCT
+        lists = faiss.IndexIVFScalarQuantizer(
+            faiss.IndexFlat(self.width, kind),
+            self.width,
+            self.list_count,
+            faiss.ScalarQuantizer.QT_8bit if is_8_bit else faiss.ScalarQuantizer.QT_fp16,
+            kind,
+            True,
+        )
+        lists.quantizer.add(np.ascontiguousarray(self.mean))
+        if is_8_bit:
+            bounds = np.ascontiguousarray(arrays["bounds"], np.float32)
+            faiss.copy_array_to_vector(bounds.reshape(-1), lists.sq.trained)
+        lists.is_trained = True
+        rows = self.row_of_entry.astype(np.int64)
+        codes = np.ascontiguousarray(arrays["code"]).view(np.uint8)
+        for i, (begin, end) in enumerate(zip(self.start[:-1], self.start[1:], strict=True)):
+            if end > begin:
+                part, part_codes = rows[begin:end], codes[begin:end]
+                lists.invlists.add_entries(
+                    i, len(part), faiss.swig_ptr(part), faiss.swig_ptr(part_codes)
+                )
+        lists.ntotal = self.rows
+        return lists
+
+    def search(
+        self,
+        queries: np.ndarray,
+        lists: np.ndarray,
+        list_similarity: np.ndarray,
+        count: int,
+        allowed: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `count` nearest rows in some lists, and their similarities, both (n, count).
+
+        `lists` (n, p) are the lists to read; −1 is none. `list_similarity` (n, p) are the
+        similarities of the queries to the means of these lists. `allowed` are the bits of the rows
+        that may be returned, or None. The row −1 fills up what was not found.
+        """
+        faiss = load_faiss()
+        queries = np.ascontiguousarray(queries, np.float32)
+        lists = np.ascontiguousarray(lists, np.int64)
+        similarity = np.empty((len(queries), count), np.float32)
+        rows = np.empty((len(queries), count), np.int64)
+        nearness = np.ascontiguousarray(list_similarity, np.float32)
+        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1])
+        if allowed is not None:
+            selector = faiss.IDSelectorBitmap(len(allowed), faiss.swig_ptr(allowed))
+            parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1], sel=selector)
+        # The wrapper of this method in Python takes no parameters.
+        self._lists.search_preassigned_c(
+            len(queries),
+            *map(faiss.swig_ptr, (queries,)),
+            count,
+            *map(faiss.swig_ptr, (lists, nearness, similarity, rows)),
+            False,
+            parameters,
+        )
+        return rows, similarity * np.float32(-0.5) if self.metric == "distance" else similarity
+
+
+def _read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:
+    """Return about `count` vectors, from blocks that are spread over all rows."""
+    if rows <= count:
+        return read_vectors(0, rows)
+    blocks = 64
+    starts = np.linspace(0, rows - count // blocks - 1, blocks).astype(int)
+    return np.concatenate([read_vectors(at, at + count // blocks) for at in starts.tolist()])
+
+
+def _add_rows(
+    total: np.ndarray, squares: np.ndarray, block: np.ndarray, list_of_row: np.ndarray
+) -> None:
+    """Add the vectors, and their squared lengths, to the sums of their lists."""
+    order = np.argsort(list_of_row, kind="stable")
+    present, first = np.unique(list_of_row[order], return_index=True)
+    total[present] += np.add.reduceat(block[order].astype(float), first, axis=0)
+    lengths = np.einsum("ij,ij->i", block, block, dtype=float)
+    squares += np.bincount(list_of_row, lengths, minlength=len(squares))
+
+
+def _is_8_bit_precise(size: np.ndarray, spread: float) -> bool:
+    """Return whether 8-bit codes of columns with these ranges tell the rows of a list apart."""
+    error = float(np.square(size.astype(float) / CODE_LEVELS).mean()) / 12
+    return error <= MAX_CODE_ERROR * spread
+
+
+def _is_float16(arrays: Mapping[str, np.ndarray]) -> bool:
+    code = arrays.get("code")
+    return code is not None and code.dtype == np.dtype("<f2")
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> None:
+    """Raise `ValueError` unless FAISS can use the arrays without reading outside of them."""
+    lists = len(arrays.get("mean", ()))
+    expected = {
+        "mean": ((lists, width), np.dtype("<f4")),
+        "spread": ((lists,), np.dtype("<f4")),
+        "start": ((lists + 1,), np.dtype("<i8")),
+        "row": ((rows,), np.dtype("<u4")),
+        "code": ((rows, width), np.dtype("<f2" if _is_float16(arrays) else "u1")),
+        "bounds": ((2, width), np.dtype("<f4")),
+    }
+    if not lists or {name: (x.shape, x.dtype) for name, x in arrays.items()} != expected:
+        raise ValueError("its arrays have other shapes")
+    start = arrays["start"]
+    if start[0] or start[-1] != rows or (np.diff(start) < 0).any():
+        raise ValueError("its lists are not what was written")
+    row = arrays["row"]
+    if row.max() >= rows or (np.bincount(row, minlength=rows) != 1).any():
+        raise ValueError("its rows are not what was written")
+    if not all(np.isfinite(arrays[name]).all() for name in ("mean", "spread", "bounds")):
+        raise ValueError("a number in it is not finite")

@@ -1,0 +1,393 @@
+"""The files of an index: beside their segments, checked, and never needed for a right answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import scores
+from qkv.database.errors import StaleIndexWarning, StoreDamagedError
+from qkv.database.index import segment_index
+from qkv.database.storage import check_store, limits
+from qkv.weightings import TopK
+
+pytest.importorskip("faiss")
+ROWS, WIDTH = 3000, 8
+SCORE = scores.Gaussian(0.3)
+OPTIONS = {"score": SCORE, "weighting": TopK(5), "approximate": True}
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch):
+    """Segments of about 1,000 rows, each with an index."""
+    monkeypatch.setattr(segment_index, "MIN_ROWS", 500)
+    monkeypatch.setattr(limits, "MAX_SEGMENT_BYTES", 100_000)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 400)
+
+
+def make_keys(rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(0).normal(size=(20, WIDTH))
+    return centres[rng.integers(0, 20, rows)] + 0.4 * rng.normal(size=(rows, WIDTH))
+
+
+def create(path, rows=ROWS):
+    x = make_keys(rows)
+    with qkv.Database.from_columns(
+        {"key": x, "value": np.arange(float(rows))}, key="key", path=path
+    ) as D:
+        D.index(recall=0.9, score=SCORE)
+    return x
+
+
+def index_files(path):
+    return sorted(path.glob("index-*"))
+
+
+def is_indexed(D, q):
+    return "index" in D.ask(q, **OPTIONS).engine.split(", ")[0]
+
+
+def matches_exact(D, queries, least=0.9):
+    """Whether approximate answers agree with the exact ones."""
+    hits = []
+    for q in queries:
+        answer = D.ask(q, **OPTIONS)
+        exact = D.ask(q, **{**OPTIONS, "approximate": None})
+        live = {row.index for row in exact.rows}
+        hits.append(len(live & {row.index for row in answer.rows}) / max(len(live), 1))
+        best = answer.rows[0]
+        assert np.allclose(best.key, D.ask(best.key, score=SCORE, weighting="hard").rows[0].key)
+    return np.mean(hits) >= least
+
+
+def test_files_and_reopening(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    segments = sorted(path.glob("segment-*"))
+    assert len(segments) >= 2
+    names = [file.name.replace("segment", "index") for file in segments]
+    assert [file.name for file in index_files(path)] == names
+    assert check_store(path) == []
+    with qkv.open(path) as D:
+        assert is_indexed(D, x[0]) and matches_exact(D, x[:10])
+        assert D.ask(x[7], **{**OPTIONS, "weighting": "hard"}).value == 7.0 == D[x[7]]
+    before = [file.stat().st_mtime_ns for file in index_files(path)]
+    with qkv.open(path) as D:
+        D.index(recall=0.9, score=SCORE)  # nothing is missing
+    assert before == [file.stat().st_mtime_ns for file in index_files(path)]
+
+
+def test_read_only_folder(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    with qkv.open(path, create=False) as D:
+        assert is_indexed(D, x[0])
+    assert before == {file: file.read_bytes() for file in path.iterdir()}
+
+
+def damage(kind, file):
+    content = bytearray(file.read_bytes())
+    if kind == "missing":
+        file.unlink()
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    elif kind == "flipped":
+        content[-100] ^= 1
+        file.write_bytes(content)
+    elif kind == "header":
+        content[12] ^= 0xFF
+        file.write_bytes(content)
+    elif kind == "other":
+        other = next(x for x in index_files(file.parent) if x != file)
+        file.write_bytes(other.read_bytes())
+    elif kind == "link":
+        target = file.with_suffix(".moved")
+        file.rename(target)
+        file.symlink_to(target)
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "flipped", "header", "other"])
+def test_damage(tmp_path, kind, caplog):
+    """The rows of a segment with a damaged index are scanned, and check names the file."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    file = index_files(path)[0]
+    damage(kind, file)
+    with qkv.open(path) as D:
+        answer = D.ask(x[0], **OPTIONS)
+        assert answer.rows[0].value == 0.0 and matches_exact(D, x[:10])
+        assert len(D) == ROWS and D[x[0]] == 0.0
+        if kind != "missing":
+            assert "is not used" in caplog.text
+    problems = check_store(path)
+    assert [p.file for p in problems] == ([] if kind == "missing" else [file.name])
+    problems = check_store(path, repair=True)
+    assert all(p.repaired for p in problems) and not file.exists()
+    assert check_store(path) == []
+    with qkv.open(path) as D:
+        D.index(recall=0.9, score=SCORE)
+        assert file.exists() and matches_exact(D, x[:10])
+
+
+def test_link(tmp_path):
+    path = tmp_path / "s.qkv"
+    create(path)
+    damage("link", index_files(path)[0])
+    with pytest.raises(StoreDamagedError, match="link"):
+        qkv.open(path)
+
+
+def test_all_indexes_lost(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    for file in index_files(path):
+        file.unlink()
+    with qkv.open(path) as D:
+        answer = D.ask(x[0], **OPTIONS)
+        assert answer.value == D.ask(x[0], **{**OPTIONS, "approximate": None}).value
+        assert "no index" in answer.engine and answer.recall == 1
+
+
+def test_compaction_builds_again(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        D.remove(list(x[:1500:3]))
+        old = D.at(D.version)
+        answer = old.ask(x[1], **OPTIONS)
+        D.compact()
+        assert is_indexed(D, x[1]) and matches_exact(D, x[1:20:3])
+        assert D.ask(x[1], **OPTIONS).value == answer.value
+        for q in x[:300:3]:
+            assert not np.allclose(D.ask(q, **OPTIONS).rows[0].key, q)
+    segments = {file.name.replace("segment", "index") for file in path.glob("segment-*")}
+    assert {file.name for file in index_files(path)} == segments
+    assert check_store(path) == []
+
+
+def test_compaction_without_faiss(tmp_path, monkeypatch):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        D.remove(list(x[::2]))
+        monkeypatch.setitem(sys.modules, "faiss", None)
+        with pytest.warns(StaleIndexWarning, match=r"compacted.*qkv\[index\]"):
+            D.compact()
+        assert D.ask(x[1], **OPTIONS).value == D.ask(x[1], **{**OPTIONS, "approximate": None}).value
+
+
+def test_without_faiss(tmp_path, monkeypatch):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with qkv.open(path) as D:
+        answer = D.ask(x[0], **OPTIONS)
+        assert "faiss is not installed" in answer.engine and answer.recall == 1
+        with pytest.raises(ImportError, match=r"qkv\[index\]"):
+            D.index(score=SCORE)
+
+
+def test_versions(tmp_path):
+    """A version sees its own rows: those that were deleted later, and none that came later."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        first = D.version
+        D.remove(x[:1])
+        D.add(x[1] + 0.001, 999_999.0)
+        old = D.at(first)
+        options = {**OPTIONS, "weighting": "hard"}
+        assert old.ask(x[0], **options).value == 0.0
+        assert D.ask(x[0], **options).value != 0.0
+        assert old.ask(x[1] + 0.001, **options).value == 1.0
+        assert D.ask(x[1] + 0.001, **options).value == 999_999.0
+        assert old.ask(x[0], **options).rows_read < ROWS / 2
+        before = D.at(first - 1)  # the version before the index was measured
+        assert "no index" in before.ask(x[0], **options).engine
+
+
+def test_rows_after_the_index(tmp_path):
+    """New segments are scanned until `index` is called again, which leaves the others alone."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    new = make_keys(1200, seed=3)
+    with qkv.open(path) as D:
+        files = index_files(path)
+        D.add(new, np.arange(1200.0) + ROWS)
+        assert index_files(path) == files
+        answer = D.ask(new[5], **{**OPTIONS, "weighting": "hard"})
+        assert answer.value == ROWS + 5 and answer.rows_read >= 1200
+        stamps = [file.stat().st_mtime_ns for file in files]
+        report = D.index(recall=0.9, score=SCORE)
+        assert report.indexed > ROWS and report.rows == ROWS + 1200
+        assert [file.stat().st_mtime_ns for file in files] == stamps
+        answer = D.ask(new[5], **{**OPTIONS, "weighting": "hard"})
+        assert answer.value == ROWS + 5 and answer.rows_read < 1200
+        assert matches_exact(D, x[:5])
+
+
+def test_encode_makes_the_index_invalid(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        D.encode()
+        answer = D.ask(x[0], **OPTIONS)
+        assert "no index" in answer.engine and answer.recall == 1
+        D.index(recall=0.9, score=SCORE)
+        assert is_indexed(D, x[0]) and matches_exact(D, x[:5])
+
+
+def test_drop_index(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        count = len(index_files(path))
+        assert D.drop_index() == count and not index_files(path)
+        assert "no index" in D.ask(x[0], **OPTIONS).engine
+        assert D.drop_index() == 0
+        D.compact()
+        assert not index_files(path)
+
+
+def test_another_metric_replaces_the_index(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    cosine = {**OPTIONS, "score": scores.Cosine(0.05)}
+    with qkv.open(path) as D:
+        assert "metric distance" in D.ask(x[0], **cosine).engine
+        D.index(recall=0.9, score=scores.Cosine(0.05))
+        assert D.ask(x[0], **cosine).recall < 1
+        assert "metric cosine" in D.ask(x[0], **OPTIONS).engine
+
+
+def test_settings_of_a_stranger(tmp_path):
+    """Any JSON may be in the settings of a store."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        good = D._view.settings["index"]
+        effort = good["efforts"][0]
+        for bad in (
+            7,
+            {},
+            {**good, "metric": "x"},
+            {**good, "efforts": 3},
+            {**good, "efforts": [3]},
+            {**good, "slope": "x"},
+            {**good, "efforts": [{**effort, "ratios": []}]},
+            {**good, "efforts": [{**effort, "ratios": [[1, 2]]}]},
+            {**good, "efforts": [{**effort, "lists": -1}]},
+            {**good, "efforts": [{**effort, "rows": True}]},
+        ):
+            D._store.commit(settings=D._view.settings | {"index": bad})
+            answer = D.ask(x[0], **OPTIONS)
+            assert answer.recall == 1 and answer.rows[0].value == 0.0
+        huge = {**effort, "lists": 10**12, "rows": 10**12}
+        D._store.commit(settings=D._view.settings | {"index": {**good, "efforts": [huge]}})
+        assert D.ask(x[0], **OPTIONS).rows[0].value == 0.0
+
+
+def test_interrupted_building_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "s.qkv"
+    x = make_keys()
+    with qkv.Database.from_columns(
+        {"key": x, "value": np.arange(float(ROWS))}, key="key", path=path
+    ) as D:
+        calls = []
+
+        def stop(done, total):
+            calls.append(done)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            D.index(score=SCORE, progress=stop)
+        assert len(index_files(path)) == 1 and "no index" in D.ask(x[0], **OPTIONS).engine
+        stamp = index_files(path)[0].stat().st_mtime_ns
+        D.add(x[:1], [5.0])
+        D.index(recall=0.9, score=SCORE)
+        assert index_files(path)[0].stat().st_mtime_ns == stamp
+        assert is_indexed(D, x[1])
+    assert check_store(path) == []
+
+
+def test_leftovers(tmp_path):
+    """Unfinished indexes, and those without a segment, are removed by the next writer."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    content = index_files(path)[0].read_bytes()
+    left = [path / "index-00000099.safetensors", path / "index-00000001.safetensors.tmp"]
+    for file in left:
+        file.write_bytes(content)
+    problems = {problem.file for problem in check_store(path)}
+    assert problems == {file.name for file in left}
+    with qkv.open(path) as D:
+        D.add(x[:1], [1.0])
+    assert not any(file.exists() for file in left) and check_store(path) == []
+
+
+KILLED = """
+import sys
+import numpy as np, qkv
+from qkv.database.index import segment_index
+from qkv.database.storage import limits
+from tests.database.index import test_index_files as t
+segment_index.MIN_ROWS, limits.MAX_SEGMENT_BYTES, limits.MAX_BUFFERED_ROWS = 500, 100_000, 400
+rng = np.random.default_rng(int(sys.argv[2]))
+with qkv.open(sys.argv[1]) as D:
+    print("open", flush=True)
+    while True:
+        size = int(rng.integers(1, 900))
+        first = len(D) + 10_000 * int(sys.argv[2])
+        D.add(t.make_keys(size, int(rng.integers(1000))), first + np.arange(float(size)))
+        print("added", first, size, flush=True)
+        D.index(recall=0.9, score=t.SCORE)
+        if rng.random() < 0.5:
+            rows = [row["key"] for row in D.rows(count=3)]
+            D.remove(rows)
+            D.compact()
+"""
+
+
+@pytest.mark.parametrize("round_", range(2))
+def test_killed_while_indexing(tmp_path, round_):
+    """No acknowledged row is lost, and every answer is that of a scan."""
+    path = tmp_path / "s.qkv"
+    x = create(path, 1500)
+    acknowledged = set()
+    rng = np.random.default_rng(round_)
+    for number in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), str(round_ * 100 + number)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout.readline() == "open\n"
+        time.sleep(float(rng.uniform(0.05, 4)))
+        process.kill()
+        for line in process.stdout.read().splitlines(keepends=True):
+            if line.endswith("\n") and line.startswith("added"):
+                _, first, size = line.split()
+                acknowledged |= set(range(int(float(first)), int(float(first)) + int(size)))
+        process.wait()
+        process.stdout.close()
+        with qkv.open(path) as D:
+            values = set(map(int, D.values()))
+            assert acknowledged <= values
+            for q in x[100:130:3]:
+                answer = D.ask(q, **{**OPTIONS, "weighting": "hard"})
+                row = answer.rows[0]
+                assert D[row.key] == row.value and answer.recall >= 0.9
+        assert not [p for p in check_store(path) if p.file.startswith("segment")]
+        assert check_store(path, repair=True) == [] or check_store(path) == []

@@ -1,0 +1,172 @@
+"""The index of one segment: lists, codes, search, and arrays that nobody may trust."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
+from qkv.database.index.segment_index import SegmentIndex, build_arrays, describe_arrays
+from qkv.scores import Additive, Cosine, Dot, Gaussian, Laplace, ScaledDot
+from qkv.weightings import Softmax
+
+pytest.importorskip("faiss")
+ROWS, WIDTH = 3000, 12
+METRICS = [IndexMetric(name, 1.0) for name in ("cosine", "dot", "distance")]
+
+
+def make_vectors(metric, rows=ROWS):
+    rng = np.random.default_rng(0)
+    return metric.prepare_vectors(rng.normal(size=(rows, WIDTH)) + rng.normal(size=(1, WIDTH)))
+
+
+def build(metric, x):
+    return build_arrays(lambda start, stop: x[start:stop], len(x), metric)
+
+
+def similarity(metric, q, x):
+    q, x = q.astype(float), x.astype(float)
+    if metric.name == "distance":
+        return -np.square(q[:, None] - x[None]).sum(-1) / 2
+    return q @ x.T
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
+def test_lists(metric):
+    x = make_vectors(metric)
+    arrays = build(metric, x)
+    start, row = arrays["start"], arrays["row"]
+    assert sorted(row) == list(range(ROWS)) and start[0] == 0 and start[-1] == ROWS
+    for i in (0, len(start) // 2, len(start) - 2):
+        own = x[row[start[i] : start[i + 1]]]
+        if len(own):
+            np.testing.assert_allclose(arrays["mean"][i], own.mean(0), atol=1e-5)
+            spread = np.square(own - own.mean(0)).sum(1).mean() / WIDTH
+            np.testing.assert_allclose(arrays["spread"][i], spread, atol=1e-5)
+    low, size = arrays["bounds"]
+    mean = np.repeat(arrays["mean"], np.diff(start), axis=0)
+    decoded = mean + low + (arrays["code"] + 0.5) / 255 * size
+    assert np.abs(decoded - x[row]).max() <= size.max() / 255
+
+
+def test_outliers():
+    """A few rows far away: the codes are float16, so that the others can be told apart."""
+    x = make_vectors(METRICS[2])
+    x[:3] *= 1e3
+    arrays = build(METRICS[2], x)
+    assert arrays["code"].dtype == np.float16
+    check_search(METRICS[2], x, arrays)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
+def test_search(metric):
+    """Over all lists a search finds the nearest rows, up to the rounding of the codes."""
+    x = make_vectors(metric)
+    check_search(metric, x, build(metric, x))
+
+
+def check_search(metric, x, arrays):
+    index = SegmentIndex(arrays, describe_arrays(metric), ROWS, WIDTH)
+    q = metric.prepare_vectors(np.random.default_rng(1).normal(size=(5, WIDTH)))
+    lists = np.tile(np.arange(index.list_count), (5, 1))
+    near_lists = similarity(metric, q, index.mean)
+    rows, near = index.search(q, lists, near_lists, 40, None)
+    exact = similarity(metric, q, x)
+    np.testing.assert_allclose(near, np.take_along_axis(exact, rows, 1), atol=0.1)
+    best = np.argsort(-exact, axis=1)[:, :10]
+    assert all(set(b) <= set(r) for b, r in zip(best, rows, strict=True))
+    # Only allowed rows, and only rows of the lists.
+    allowed = np.zeros(ROWS, bool)
+    allowed[::7] = True
+    some, _ = index.search(q, lists, near_lists, ROWS, np.packbits(allowed, bitorder="little"))
+    assert all(set(r[r >= 0]) == set(np.flatnonzero(allowed)) for r in some)
+    lists[:, 1:] = -1
+    first, _ = index.search(q, lists, near_lists, ROWS, None)
+    assert all(set(r[r >= 0]) == set(index.row_of_entry[: index.start[1]]) for r in first)
+
+
+def test_not_finite():
+    x = make_vectors(METRICS[1])
+    for bad in (np.nan, np.inf):
+        x[1777, 3] = bad
+        assert build(METRICS[1], x) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 300])
+def test_few_rows_and_duplicates(rows):
+    for metric in METRICS:
+        x = metric.prepare_vectors(np.ones((rows, WIDTH)))
+        index = SegmentIndex(build(metric, x), describe_arrays(metric), rows, WIDTH)
+        lists = np.arange(index.list_count)[None]
+        near_lists = similarity(metric, x[:1], index.mean)
+        found, near = index.search(x[:1], lists, near_lists, rows, None)
+        assert sorted(found[0]) == list(range(rows)) and np.isfinite(near).all()
+
+
+def spoil(arrays, name, change):
+    arrays = {key: x.copy() for key, x in arrays.items()}
+    if change is None:
+        del arrays[name]
+    else:
+        arrays[name] = change(arrays[name])
+    return arrays
+
+
+def put(x, at, value):
+    x[at] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("row", lambda x: put(x, 5, ROWS)),
+        ("row", lambda x: put(x, 5, 2**32 - 1)),
+        ("row", lambda x: put(x, 5, x[6])),
+        ("row", lambda x: x.astype(np.int64)),
+        ("row", lambda x: x[1:]),
+        ("start", lambda x: put(x, 1, -1)),
+        ("start", lambda x: put(x, 1, ROWS + 1)),
+        ("start", lambda x: put(x, -1, ROWS + 1)),
+        ("start", lambda x: put(x, 0, 1)),
+        ("code", lambda x: x[:, 1:]),
+        ("code", lambda x: x[1:]),
+        ("code", None),
+        ("mean", lambda x: put(x, (0, 0), np.nan)),
+        ("mean", lambda x: x[:0]),
+        ("bounds", lambda x: put(x, (0, 0), np.inf)),
+        ("spread", lambda x: x[1:]),
+    ],
+)
+def test_hostile_arrays(name, change):
+    """FAISS would read outside of the arrays: they are refused before."""
+    arrays = build(METRICS[0], make_vectors(METRICS[0]))
+    with pytest.raises(ValueError, match=r"its|it has|a number"):
+        SegmentIndex(spoil(arrays, name, change), describe_arrays(METRICS[0]), ROWS, WIDTH)
+
+
+def test_other_layout():
+    arrays = build(METRICS[0], make_vectors(METRICS[0]))
+    for metadata in ({}, {"index": "later", "metric": "cosine"}, {"index": "lists-1"}):
+        with pytest.raises(ValueError, match="layout"):
+            SegmentIndex(arrays, metadata, ROWS, WIDTH)
+
+
+def test_metrics():
+    assert find_metric(Cosine(0.1), 4) == ("cosine", 10.0)
+    assert find_metric(Dot(), 4) == ("dot", 1.0)
+    assert find_metric(ScaledDot(), 16) == ("dot", 0.25)
+    assert find_metric(ScaledDot(3.0), 16) == ("dot", 3.0)
+    assert find_metric(Gaussian(0.5), 4) == ("distance", 4.0)
+    w = np.ones((2, 2))
+    for score in (
+        ScaledDot(-1.0),
+        ScaledDot(1.0, softcap=3.0),
+        ScaledDot(np.ones(4)),
+        Gaussian(np.ones(4)),
+        Laplace(),
+        Additive(w, w, np.ones(2)),
+    ):
+        assert isinstance(find_metric(score, 4), str)
+    assert scale_by_temperature(METRICS[0], Softmax(0.5)).slope == 2.0
+    assert scale_by_temperature(METRICS[0], Softmax(np.ones((3, 1)))) is None
