@@ -257,3 +257,43 @@ def test_the_operators_pass_opcheck():
     torch.library.opcheck(
         thresholds.find_thresholds.node, search_arguments(query, key, "topk", 2.0, 1.0)
     )
+
+
+@pytest.mark.parametrize("kind", ["floats", "floats of 16 bits", "booleans"])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("weighting", ["entmax", "topk"])
+def test_masks_by_descriptors(monkeypatch, weighting, lead, kind):
+    """On a device with a copy engine; rows that do not start at 16 bytes are read without it."""
+    query, key, _ = arrays(b=2, heads=2, few=1, n=18, m=32)
+    mask = torch.randn(*lead, 18, 32, device=DEVICE)
+    mask[..., 3, 5:9] = -INFINITY
+    mask[..., 4, :] = -INFINITY
+    dtype = {"floats": torch.float32, "floats of 16 bits": torch.bfloat16}.get(kind, torch.bool)
+    mask = mask.to(dtype) if dtype != torch.bool else mask > 0
+    bias = mask.double() if dtype != torch.bool else torch.where(mask, 0.0, -INFINITY).double()
+    scores = scores_of(query, key, 0.3, upper=16) + bias
+    seen, start = set(), launch.launch_kernel
+
+    def watched(kernel, *rest):
+        seen.add(rest[-2].get("LAID"))
+        start(kernel, *rest)
+
+    monkeypatch.setattr(launch, "launch_kernel", watched)
+    monkeypatch.setattr(launch, "has_tma", lambda device: True)
+    number = {"entmax": 1.5, "topk": 5}[weighting]
+    for pairs, laid in ((mask, True), (torch.cat([mask, mask], -1)[..., 1:][..., :32], False)):
+        pairs = mask if laid else pairs.copy_(mask)
+        found = thresholds.find_thresholds(
+            *search_arguments(query, key, weighting, number, 0.3, pairs=pairs, upper=16)
+        )[0].double()
+        assert seen == {laid}
+        seen.clear()
+        if weighting == "entmax":
+            weights = (scores / 2 - found[..., None]).clamp_min(0.0).square()
+            total = torch.ones(2, 2, 18, device=DEVICE, dtype=torch.double)
+            total[(scores == -INFINITY).all(-1)] = 0.0
+            torch.testing.assert_close(weights.sum(-1), total, rtol=1e-3, atol=1e-3)
+        else:
+            count = (scores > found[..., None]).sum(-1)
+            want = (scores > -INFINITY).sum(-1).clamp_max(number)
+            torch.testing.assert_close(count, want)

@@ -88,21 +88,31 @@ def test_lanes_share_lists_unless_the_mask_differs():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("n", [1, 4, N])
 @pytest.mark.parametrize(
-    "mask", [RULES["documents"] & masks.causal, RULES["causal custom"], masks.strided(2)]
+    "mask",
+    [
+        masks.causal("bottom_right"),
+        masks.custom(lambda b, h, q, k: (q + k) % 3 > 0),
+        masks.lengths(torch.tensor([M - 3, 5])),
+        torch.zeros(1, M),
+        torch.ones(2, 1, 1, M, dtype=torch.bool),
+    ],
+    ids=["causal to the end", "custom", "lengths", "floats", "booleans"],
 )
-def test_masks_with_rules_are_chosen_without_reading_values(monkeypatch, mask):
+def test_masked_calls_are_chosen_without_reading_values(monkeypatch, mask, n, learns):
     def is_finite(*arrays):
         raise AssertionError("waits for the device")
 
     monkeypatch.setattr(sdpa, "is_finite", is_finite)
     monkeypatch.setattr(sdpa, "is_on_device", lambda call: True)
-    q = torch.zeros(2, 64, N, 16).expand(2, 64, N, 16)
-    monkeypatch.setattr(sdpa, "MIN_TILED_SCORES", 16)
+    q = torch.zeros(2, 64, n, 16, requires_grad=learns)
     k = torch.zeros(2, 64, M, 16)
     call = build_call(q, k, k, "scaled_dot", "softmax", mask, 0.0, None, None)
+    is_faster = not learns or (call.bias is None and (n > 1 or call.rule.is_relative))
     assert native.shape_based_reason(call) == (
-        "triton skips masked tiles of a large mask and is faster"
+        "triton skips masked tiles and does not wait for the device" if is_faster else None
     )
 
 

@@ -207,9 +207,9 @@ class KernelCall:
             and max(self.w, self.d) <= tile_choice.MAX_BACKWARD_TILE_WIDTH
         )
         fits = fits and self.n % 8 == 0 and 0 not in self.strides[:9] and 1e-3 < times < 1e3
-        if self.pairs is None or not (
-            fits and self.can_use_descriptors and is_tma_readable(self.pairs)
-        ):
+        if self.pairs is None or not (fits and self.pairs.is_floating_point()):
+            return 0
+        if not (self.can_use_descriptors and is_tma_readable(self.pairs)):
             return 0
         return int(self.pairs.element_size())
 
@@ -337,8 +337,8 @@ class KernelCall:
 
 
 def is_tma_readable(pairs: Tensor | None) -> bool:
-    """Return whether TMA can read the float mask: its rows start at multiples of 16 bytes."""
-    if pairs is None or not pairs.is_floating_point():
+    """Return whether TMA can read the mask array: its rows start at multiples of 16 bytes."""
+    if pairs is None:
         return False
     b, h, n, m = shared_strides(pairs)
     even = (b | h | n) * pairs.element_size() % 16 == 0 and pairs.data_ptr() % 16 == 0

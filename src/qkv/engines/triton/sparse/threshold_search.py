@@ -71,8 +71,11 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     if F.PAIRS:
         live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
         live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
-        there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
-        read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=live, other=0)
+        if F.LAID:
+            read = rows.pairs.load([rows.at, start])
+        else:
+            there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
+            read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=live, other=0)
         extra, live = apply_mask_array(read, live, scales.times, F, True)
         if F.PAIRS == 2:
             s = s + extra
@@ -284,7 +287,7 @@ def entmax_kernel(
         t, low, high, far = _update_threshold(t, low, high, sums, scales.alpha, empty | bad, F)
         step += 1
     t = tl.where(bad, float("nan"), tl.where(empty, 0.0, t))
-    tl.store(out + spot.line, t)
+    tl.store(out + spot.line, t, mask=spot.inside)
     if F.PHASE == 1:
         tl.store(own.at, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
 
@@ -445,5 +448,5 @@ def topk_kernel(
     least = tl.where(tied, foot, half)
     least = tl.where(bad, float("nan"), tl.where(few, NEG_INFINITY, least))
     found = tl.where(tied, last, LAST_POSITION)
-    tl.store(out + spot.line, least)
-    tl.store(position + spot.line, found)
+    tl.store(out + spot.line, least, mask=spot.inside)
+    tl.store(position + spot.line, found, mask=spot.inside)

@@ -12,6 +12,7 @@ from qkv.engines.triton.launching.kernel_call import (
     SCHEMA_ARGUMENTS,
     KernelCall,
     Numbers,
+    is_tma_readable,
     round_query,
 )
 from qkv.engines.triton.launching.launch_replay import replay_launches
@@ -51,6 +52,8 @@ def _launch_search(
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
     call.constexprs |= {"SPLIT": False, "PACKED": False}
+    # Without a descriptor, each thread would read the mask number by number.
+    laid = not listed and call.can_use_descriptors and is_tma_readable(call.pairs)
 
     def run_tile(tile: Tile) -> None:
         *others, lists = outs
@@ -66,11 +69,14 @@ def _launch_search(
                 "ROWS": tile.rows,
                 "COLS": tile.cols,
                 "TMA": tile.uses_descriptors and call.can_use_descriptors,
+                "LAID": laid,
                 "BLOCK_W": tile.chunk if wide else max(16, tile_choice.next_power_of_2(call.w)),
             }
         )
         programs = call.b * call.h * -(-call.n // tile.rows)
         arrays = (*others, lists, counts)
+        if laid and call.pairs is not None and call.pairs.dtype == torch.bool:
+            call.inputs = call.inputs._replace(pairs=call.pairs.view(torch.uint8))
         call.launch_kernel(kernel, programs, arrays, None, (sizes, *whole), known, tile)
 
     tile = _choose_tile(call.query, kernel, phase, call.constexprs["BY_COLUMN"])
