@@ -35,9 +35,18 @@ RESULTS := build/test-results
 APART := src/qkv/cluster src/qkv/nn src/qkv/keras src/qkv/transformers
 PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
-SUITES := unit doctest layers $(if $(MXNET),mxnet)
-# These use every core; the others use one each. The longest of those, types, runs in parallel.
-WIDE := unit $(if $(MXNET),mxnet)
+# Parts of the unit tests, each in one process, the longest first. A folder inside another
+# one is a part of its own: unit-rest has every folder that is not named.
+UNIT := unit-rest unit-layers unit-triton unit-page unit-engines unit-database unit-docs unit-serve
+FOLDERS_unit-engines := tests/engines
+FOLDERS_unit-triton := tests/engines/triton
+FOLDERS_unit-page := tests/page
+FOLDERS_unit-database := tests/database
+FOLDERS_unit-layers := tests/nn tests/keras tests/cluster tests/transformers
+FOLDERS_unit-docs := tests/docs tests/examples tests/bench tests/plot
+FOLDERS_unit-serve := tests/serve tests/cli
+FOLDERS_unit-rest := tests
+SUITES := $(UNIT) $(if $(MXNET),mxnet) doctest layers
 
 export MPLBACKEND := Agg
 export TF_CPP_MIN_LOG_LEVEL := 3
@@ -59,7 +68,7 @@ tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); }
 apt = $(tried) || { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
-.PHONY: check help env env-mxnet demo page browser postgres test test-full $(STATIC) $(SUITES) bench docs gallery screenshots clean
+.PHONY: check help env env-mxnet demo page browser postgres test test-full unit $(STATIC) $(SUITES) bench docs gallery screenshots clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -129,17 +138,13 @@ $(CHROMIUM):
 screenshots: env browser ## Take pictures of the page's views, light and dark, into docs/pictures
 	@$(BIN)/python -m tools.screenshots
 
-test: env $(if $(MXNET),env-mxnet) browser postgres ## Run every check below and count
-	@rm -rf $(RESULTS); mkdir -p $(RESULTS); failed=; \
-	announce() { echo "--- $$1"; shift; "$$@"; }; \
-	check() { announce $$1 $(MAKE) --no-print-directory $$1 || failed="$$failed $$1"; }; \
-	$(MAKE) --no-print-directory types >$(RESULTS)/types.txt 2>&1 & types=$$!; \
-	for one in $(filter-out types $(WIDE),$(STATIC) $(SUITES)); do check $$one; done; \
-	wait $$types || failed="$$failed types"; \
-	announce types cat $(RESULTS)/types.txt; \
-	for one in $(WIDE); do check $$one; done; \
-	$(if $(MXNET),,echo "--- mxnet is left out: it has no wheel for $(MACHINE)";) \
-	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
+test: env $(if $(MXNET),env-mxnet) browser postgres ## Run every check below, several at once, and count
+	@$(if $(MXNET),,echo "mxnet is left out: it has no wheel for $(MACHINE)";) \
+	$(BIN)/python tools/run_checks.py $(RESULTS) $(WORKERS) $(UNIT) types \
+		$(filter-out $(UNIT),$(SUITES)) $(filter-out types,$(STATIC))
+
+unit: env browser ## Unit, property and conformance tests, and README's code
+	@$(BIN)/python tools/run_checks.py $(RESULTS) $(WORKERS) $(UNIT)
 
 check: env ## Lint, types, contract, and a minute of the tests of what changed since origin/main
 	@$(BIN)/mypy & types=$$!; \
@@ -162,8 +167,9 @@ types: env ## Type check, and a page of a user's code by mypy and by pyright
 contract: env ## Layers: which module may import which
 	@$(BIN)/lint-imports
 
-unit: env browser ## Unit, property and conformance tests, and README's code
-	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
+$(UNIT): env browser
+	@$(BIN)/python $(PYTEST) $(FOLDERS_$@) --junitxml=$(RESULTS)/$@.xml \
+		$(addprefix --ignore=,$(filter $(FOLDERS_$@:=/%),$(foreach part,$(UNIT),$(FOLDERS_$(part)))))
 
 doctest: env ## Examples in the docstrings
 	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/frameworks/mxnet.py --ignore src/qkv/frameworks/mxnet_namespace.py $(addprefix --ignore ,$(APART)) \
@@ -173,8 +179,7 @@ layers: env ## Examples of the layers: Triton, which they load, and TensorFlow c
 	@KERAS_BACKEND=torch $(BIN)/python $(PYTEST) --doctest-modules $(APART) --junitxml=$(RESULTS)/$@.xml
 
 mxnet: env-mxnet ## The battery on MXNet, in its own environment
-	@QKV_TEST_FRAMEWORKS=mxnet $(BIN_MXNET)/python $(PYTEST) $(XDIST) \
-		--junitxml=$(RESULTS)/$@.xml $(MXNET_TESTS)
+	@QKV_TEST_FRAMEWORKS=mxnet $(BIN_MXNET)/python $(PYTEST) --junitxml=$(RESULTS)/$@.xml $(MXNET_TESTS)
 
 test-full: env ## Every case that `make test` samples, and longer random tests; takes hours
 	@echo "Adds to make test:"

@@ -21,7 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDED = [
     *("Makefile", "pyproject.toml", "constraints.txt", "constraints-mxnet.txt", "CHANGELOG.md"),
     *("src/qkv/page/static/qkv.js", "src/qkv/py.typed", "frontend/package.json", "LICENSE"),
-    *("tools/tally.py", "bench/__main__.py", "tests/test_package.py", "examples/data/books.csv"),
+    *(
+        "tools/run_checks.py",
+        "bench/__main__.py",
+        "tests/test_package.py",
+        "examples/data/books.csv",
+    ),
     *("docs/database.md", "ARCHITECTURE.md", "README.md"),
 ]
 
