@@ -162,3 +162,72 @@ def test_a_module_finds_the_variables_inside_a_score():
     model = Model()
     held = [*vars(model.score).values(), model.weighting.alpha]
     assert {id(x) for x in model.trainable_variables} == {id(x) for x in held if x is not None}
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, 1e4])
+@pytest.mark.parametrize(
+    "score", [scores.Gaussian(2.0), scores.Triangular(6.0), scores.Boxcar(5.0)]
+)
+def test_distances_of_float32_are_those_of_the_differences(score, offset):
+    """Also of equal vectors, far from the origin, and of keys that the heads share."""
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=s).astype(np.float32) for s in ((2, 3, 7, 16), (2, 1, 9, 16)))
+    key[:, 0, :5] = query[:, 1, :5]
+    query, key = query + np.float32(offset), key + np.float32(offset)
+    square = ((query[..., :, None, :] - key[..., None, :, :]).astype(float) ** 2).sum(-1)
+    width = score.bandwidth if type(score) is scores.Gaussian else score.width
+    ratio = square / width**2
+    want = {
+        scores.Gaussian: lambda: -ratio / 2,
+        scores.Triangular: lambda: np.maximum(0, 1 - np.sqrt(ratio)),
+        scores.Boxcar: lambda: (ratio <= 1).astype(float),
+    }[type(score)]()
+    for call in (score, tf.function(score)):
+        s = call(tf.constant(query), tf.constant(key)).numpy()
+        off = np.abs(s - want)[np.abs(ratio - 1) > 1e-3]  # rounding may move a key over the edge
+        assert off.max() <= 3e-6 + 1e-7 * offset
+
+
+def test_a_key_on_the_edge_of_a_window_counts():
+    rng = np.random.default_rng(0)
+    key = rng.integers(-2, 3, (200, 8)).astype(np.float32)
+    want = ((key**2).sum(-1) <= 16).astype(float)
+    assert (want != ((key**2).sum(-1) < 16)).any()
+    got = scores.Boxcar(4.0)(tf.zeros((1, 8)), tf.constant(key))
+    np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_gradients_of_distances_of_float32(offset):
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.normal(size=s).astype(np.float32) + np.float32(offset)
+        for s in ((2, 3, 7, 16), (2, 1, 9, 16))
+    ]
+    along = rng.normal(size=(2, 3, 7, 9))
+
+    def differentiate(dtype, score):
+        query, key = (tf.constant(x.astype(dtype)) for x in arrays)
+        with tf.GradientTape() as outer:
+            outer.watch((query, key))
+            with tf.GradientTape() as inner:
+                inner.watch((query, key))
+                loss = tf.reduce_sum(tf.sin(score(query, key)) * along.astype(dtype))
+            first = inner.gradient(loss, (query, key))
+            total = sum(tf.reduce_sum(x**2) for x in first)
+        return [*first, *outer.gradient(total, (query, key))]
+
+    score = scores.Gaussian(4.0)
+    wants = differentiate("float64", score)
+    for actual, want in zip(differentiate("float32", score), wants, strict=True):
+        np.testing.assert_allclose(actual, want, atol=2e-5)
+
+
+def test_a_nan_in_a_vector_stays_in_its_distances():
+    query, key = np.zeros((4, 8), np.float32), np.ones((5, 8), np.float32)
+    key[3, 2] = np.nan
+    square = -2 * scores.Gaussian(1.0)(tf.constant(query), tf.constant(key))
+    want = np.full((4, 5), 8.0)
+    want[:, 3] = np.nan
+    np.testing.assert_allclose(square, want, atol=1e-6)
+    assert scores.Gaussian(1.0)(tf.zeros((0, 8)), tf.constant(key)).shape == (0, 5)

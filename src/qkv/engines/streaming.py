@@ -94,7 +94,7 @@ def slower_reason(call: Call) -> str | None:
         )
     if call.fw.is_in_fixed_graph(call.query):
         return "a traced graph would contain every block; dense is shorter and fits any length"
-    if numbers <= MAX_DENSE_NUMBERS:
+    if numbers <= max(MAX_DENSE_NUMBERS, call.fw.eager_block_numbers):
         return (
             f"the scores need only {format_count(numbers)} numbers, which fit one block: dense is "
             "as good"
@@ -217,18 +217,21 @@ def block_size(call: Call) -> tuple[int, int]:
     """Return queries and keys per block: about a square of MAX_NUMBERS_PER_BLOCK numbers."""
     each = max(math.prod(call.lead) * numbers_per_pair(call), 1)
     on_device = call.fw.device_block_numbers(call.query)
-    area = max((on_device or MAX_NUMBERS_PER_BLOCK) // each, 1)
+    large = on_device or call.fw.eager_block_numbers
+    area = max((large or MAX_NUMBERS_PER_BLOCK) // each, 1)
     if isinstance(call.key, UnreadArray):  # as many queries as possible share what is read
         rows = max(min(call.n, area // 512), 1)
         return rows, max(
             min(area // rows, 4 * MAX_KEY_NUMBERS_PER_READ // max(call.key.shape[-1], 1)), 512
         )
-    if on_device:  # few large operations: a launch takes longer than a small block
+    if large:  # few large operations: a launch takes longer than a small block
         cols = max(min(call.m, area), 1)
         rows = max(min(call.n, area // cols), 1)
         if call.rule is not None:  # as below, but in blocks that fill the device
             start, end = call.rule.key_extent(Span(call.n // 2, 1), call.n, call.m)
-            rows = min(rows, max(end - start, 1024))
+            side = max(end - start, 1024)
+            cols = cols if on_device else min(cols, side)
+            rows = min(max(min(call.n, area // cols), 1), side)
         return rows, cols
     if call.weighting.needs_search and call.m <= area:  # whole rows in one block
         numbers = each * call.n * call.m

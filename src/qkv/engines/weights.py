@@ -139,7 +139,8 @@ def _query_spans(call: Call) -> list[Span]:
         return [Span(0, call.n)]
     numbers_per_query = max(math.prod(call.lead) * call.m * streaming.numbers_per_pair(call), 1)
     on_device = fw.name == "torch" and call.query.device.type != "cpu"
-    block = MAX_SCORES_PER_DEVICE_BLOCK if on_device else MAX_SCORES_PER_BLOCK
+    on_cpu = max(MAX_SCORES_PER_BLOCK, fw.eager_block_numbers)
+    block = MAX_SCORES_PER_DEVICE_BLOCK if on_device else on_cpu
     return streaming.split_spans(fw, call.n, max(block // numbers_per_query, 1))
 
 

@@ -92,6 +92,8 @@ class Framework:
     """Whether `compile_function` compiles the plans of calls."""
     reruns_user_code = False
     """Whether a class of the caller runs in each call, so that it sees what its methods read."""
+    eager_block_numbers = 0
+    """Numbers of a block on a CPU where an operation takes long to start; 0: blocks fit caches."""
     has_immutable_arrays = False
     """Whether nothing can write to an array."""
     supports_masked_gather = False

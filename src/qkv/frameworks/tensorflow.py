@@ -22,6 +22,7 @@ from qkv.frameworks.base import (
     Tiling,
     captures_arrays,
 )
+from qkv.frameworks.squares import MIN_EXPANDED_COLUMNS
 from qkv.util.caches import memoize
 from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
 
@@ -31,6 +32,7 @@ class TensorFlow(Framework):
     xp = tensorflow_namespace
     has_gradients = needs_disjoint_spans = compiles_calls = reruns_user_code = True
     has_immutable_arrays = True
+    eager_block_numbers = 2**22
 
     def matmul(self, x: Array, y: Array) -> Array:
         return tensorflow_namespace.matmul(x, y)
@@ -92,6 +94,18 @@ class TensorFlow(Framework):
 
     def device_of(self, x: Array) -> Any:
         return None
+
+    def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
+        leads = (*query.shape[:-2], *key.shape[:-2])
+        if power != 2 or not (self.has_sum_differences(query) and self.has_sum_differences(key)):
+            return None
+        if query.shape[-1] != key.shape[-1] or None in leads:
+            return None
+        return _sum_squares(query, key)
+
+    def has_sum_differences(self, query: Array) -> bool:
+        is_wide = query.dtype == tf.float32 and (query.shape[-1] or 0) >= MIN_EXPANDED_COLUMNS
+        return is_wide and len(query.shape) <= 4
 
     def draw_seed(self, like: Array) -> Any:
         return tf.random.uniform((), maxval=2**31 - 1, dtype=tf.int32)
@@ -187,7 +201,7 @@ class _LongGraphError(Exception):
 _PLAN = _PlanState()
 _EAGER_TYPES = frozenset((type(tf.constant(0.0)), ResourceVariable))
 
-MAX_BLOCKS_PER_GRAPH = 16
+MAX_BLOCKS_PER_GRAPH = 8
 """The most blocks of a plan that is traced. The operations of a block take longer than Python."""
 
 MAX_GRAPHS_PER_PLAN = 64
@@ -254,6 +268,67 @@ def _options_without_rewriting() -> Any:
     config.allow_soft_placement = True
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return tensorflow_context.FunctionCallOptions(config_proto=config)
+
+
+MAX_EXPANDED_SQUARE = 2.0**10
+"""Largest ‖q‖² + ‖k‖² around the mean key at which float64 expands a square of float32 arrays."""
+
+
+def _sum_squares(query: Array, key: Array) -> Array:
+    """Return ‖q − k‖² (…, n, m) of float32 arrays, from a matrix product in float64.
+
+    Its error is less than the rounding of the result to float32, or 1e-11. If the arrays have a
+    larger range or NaN, the differences are squared. The gradient is a matrix product too.
+    """
+
+    def expand_square(q: Array, k: Array, norms: Array, query: Array, key: Array) -> Array:
+        total = norms - 2.0 * tensorflow_namespace.matmul(q, tf.linalg.matrix_transpose(k))
+        unit = 2.0**-53 * (query.shape[-1] + 8)
+        return tf.cast(tf.where(total > norms * unit, total, tf.zeros_like(total)), tf.float32)
+
+    def square_differences(q: Array, k: Array, norms: Array, query: Array, key: Array) -> Array:
+        difference = query[..., :, None, :] - key[..., None, :, :]
+        return tf.reduce_sum(difference * difference, -1)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def run(query: Array, key: Array) -> Any:
+        wide_query, wide_key = tf.cast(query, tf.float64), tf.cast(key, tf.float64)
+        rows = tf.reshape(wide_key, (-1, key.shape[-1]))
+        centre = tf.reduce_mean(rows, 0)
+        q, k = wide_query - centre, wide_key - centre
+        squares = [tf.reduce_sum(x * x, -1, keepdims=True) for x in (q, k)]
+        norms = squares[0] + tf.linalg.matrix_transpose(squares[1])
+        in_range = sum(tf.reduce_max(x) for x in squares) <= MAX_EXPANDED_SQUARE  # not for NaN
+        total = FRAMEWORK.cond(in_range, expand_square, square_differences, q, k, norms, query, key)
+
+        def pull_back(gradient: Array) -> tuple[Array, Array]:
+            # Σ 2 (q − k) g, around the mean key, where the products lose fewest digits.
+            middle = tf.cast(centre, tf.float32)
+            q, k = query - middle, key - middle
+            sums = [tf.reduce_sum(gradient, axis, keepdims=True) for axis in (-1, -2)]
+            across = tf.linalg.matrix_transpose(gradient)
+            return (
+                2.0 * _sum_to_shape(q * sums[0] - tensorflow_namespace.matmul(gradient, k), query),
+                2.0
+                * _sum_to_shape(
+                    k * tf.linalg.matrix_transpose(sums[1])
+                    - tensorflow_namespace.matmul(across, q),
+                    key,
+                ),
+            )
+
+        return total, pull_back
+
+    out: Array = run(query, key)
+    return out
+
+
+def _sum_to_shape(x: Array, like: Array) -> Array:
+    """Return x summed over the axes along which `like` was broadcast."""
+    extra = len(x.shape) - len(like.shape)
+    x = tf.reduce_sum(x, list(range(extra))) if extra else x
+    axes = [i for i, n in enumerate(like.shape) if n == 1 and x.shape[i] != 1]
+    return tf.reduce_sum(x, axes, keepdims=True) if axes else x
 
 
 def _distinct_tensors(arrays: Sequence[Array]) -> tuple[Array, ...]:
