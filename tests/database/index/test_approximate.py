@@ -399,3 +399,67 @@ def test_heads_of_text(tmp_path):
         return
     answers = D.ask(names[:20], weighting="hard", approximate=True)
     assert np.mean([a.rows[0].key == n for a, n in zip(answers, names, strict=False)]) >= 0.9
+
+
+def test_queries_unlike_the_keys(databases):
+    """The measured ratios hold for queries like the keys. For others, the estimate is not made
+    smaller, and the interval says that nothing is known."""
+    for name, q in (
+        ("cosine", np.zeros(WIDTH)),
+        ("gaussian", np.full(WIDTH, 30.0)),
+        ("gaussian", np.full(WIDTH, 1e3)),
+    ):
+        D, _, score = databases[name]
+        answer = D.ask(q, score=score, approximate=True)
+        exact = D.ask(q, score=score)
+        missing = exact.weights[answer.weights == 0].sum()
+        low, high = answer.missing_weight[1:]
+        assert low <= missing + 1e-6 and missing <= high + 1e-6
+        assert missing <= 0.1 or answer.missing_weight.estimate >= missing / 3
+
+
+@pytest.mark.parametrize("q", [1e20, 1e200, -1e36])
+def test_huge_queries(databases, q):
+    D, _, score = databases["gaussian"]
+    for weighting in ("hard", "softmax"):
+        options = {"score": score, "weighting": weighting}
+        try:
+            exact = D.ask(np.full(WIDTH, q), **options)
+        except ValueError:
+            with pytest.raises(ValueError, match=r"large|overflow|finite|exceed"):
+                D.ask(np.full(WIDTH, q), approximate=True, **options)
+            continue
+        answer = D.ask(np.full(WIDTH, q), approximate=True, **options)
+        assert "cannot hold" in answer.engine and answer.value == exact.value
+
+
+def test_keys_that_float32_cannot_hold():
+    """No index, so all rows are read."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 2))
+    D = qkv.Database(np.where(rng.random((ROWS, 2)) < 1e-4, 1e30, x), np.arange(float(ROWS)))
+    score = scores.Dot()
+    assert D.index(score=score).indexed == 0
+    options = {"score": score, "weighting": "hard"}
+    assert "in no index" in D.ask(x[0], approximate=True, **options).engine
+
+
+def test_few_different_keys():
+    """Lists without rows are dropped: a query near 0 would find only these."""
+    x = 5 + np.repeat(np.random.default_rng(0).normal(size=(5, 4)), ROWS // 5, axis=0)
+    D = qkv.Database(x, np.arange(float(ROWS)))
+    score = scores.Gaussian(0.3)
+    D.index(score=score)
+    for q in (np.zeros(4), x[0], x[-1]):
+        options = {"score": score, "weighting": "hard"}
+        answer, exact = D.ask(q, approximate=True, **options), D.ask(q, **options)
+        np.testing.assert_allclose(answer.rows[0].key, exact.rows[0].key)
+        answer, exact = D.ask(q, score=score, approximate=True), D.ask(q, score=score)
+        missing = exact.weights[answer.weights == 0].sum()
+        assert missing <= answer.missing_weight.high + 1e-6
+
+
+def test_no_queries(databases):
+    D, _, score = databases["gaussian"]
+    assert D.ask(np.zeros((0, WIDTH)), score=score, approximate=True) == []
+    assert D.attend(np.zeros((0, WIDTH)), score=score, approximate=True).shape == (0, 1)

@@ -37,6 +37,7 @@ def test_lists(metric):
     arrays = build(metric, x)
     start, row = arrays["start"], arrays["row"]
     assert sorted(row) == list(range(ROWS)) and start[0] == 0 and start[-1] == ROWS
+    assert (np.diff(start) > 0).all()
     for i in (0, len(start) // 2, len(start) - 2):
         own = x[row[start[i] : start[i + 1]]]
         if len(own):
@@ -87,7 +88,7 @@ def check_search(metric, x, arrays):
 
 def test_not_finite():
     x = make_vectors(METRICS[1])
-    for bad in (np.nan, np.inf):
+    for bad in (np.nan, np.inf, 1e30):
         x[1777, 3] = bad
         assert build(METRICS[1], x) is None
 

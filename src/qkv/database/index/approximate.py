@@ -11,7 +11,6 @@ from qkv import weightings
 from qkv.answer import Answer
 from qkv.answer_backend import MissingWeight
 from qkv.attention import attend_rows
-from qkv.database.errors import StoreDamagedError
 from qkv.database.index.calibration import Effort, IndexReport, share_of_rest
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
 from qkv.database.index.row_index import FoundRows, RowIndex, open_row_index
@@ -38,6 +37,7 @@ MAX_UNINDEXED_SHARE = 0.5
 """If a larger share of the rows is in no index, all rows are scanned."""
 
 NOTHING_MISSING = MissingWeight(0.0, 0.0, 0.0)
+NO_PART_MESSAGE = "most rows are in no index: call D.index()"
 CALIBRATION_MESSAGE = "the answer is approximate: ask without approximate="
 
 
@@ -63,7 +63,8 @@ class SearchPlan(NamedTuple):
     """How to find rows for a score and a weighting.
 
     `efforts` are tried in turn until the estimated missing weight is at most `missing_weight`. For
-    weightings of the best rows it is None, and there is one effort.
+    weightings of the best rows it is None, and there is one effort. `min_best_score` is the best
+    score that nearly all measured queries have at least.
     """
 
     row_index: RowIndex
@@ -72,9 +73,7 @@ class SearchPlan(NamedTuple):
     efforts: tuple[Effort, ...]
     missing_weight: float | None
     has_interval: bool
-
-    def prepare_queries(self, code: np.ndarray) -> np.ndarray:
-        return self.metric.prepare_vectors(code)
+    min_best_score: float
 
     def search(self, queries: np.ndarray, effort: Effort) -> FoundRows:
         """Search with an effort; a condition that few rows pass makes more lists necessary."""
@@ -113,11 +112,14 @@ def plan_search(
     report = IndexReport.read_from_view(view)
     if report is None or report.encoded != view.setting_number("encoded"):
         return "there is no index: call D.index()"
+    if not report.efforts:
+        return NO_PART_MESSAGE
     if report.metric != metric.name:
         return f"the index was built for the metric {report.metric}, not {metric.name}"
     scaled = scale_by_temperature(metric, weighting)
     if scaled is None:
         return "an index needs one temperature"
+    unscaled_slope = metric.slope
     metric, efforts, limit = scaled, report.efforts, None
     if type(weighting) is Softmax:
         # The missing weights were measured for one slope. For another one, the estimates decide.
@@ -148,18 +150,19 @@ def plan_search(
     except MissingExtraError:
         return 'faiss is not installed: pip install "qkv[index]"'
     if not index.parts or len(index.unindexed) > MAX_UNINDEXED_SHARE * index.total:
-        return "most rows are in no index: call D.index()"
+        return NO_PART_MESSAGE
     if index.total != len(view.ids):
-        raise StoreDamagedError(f"{index.total:,} of {len(view.ids):,} rows could be read")
+        return "some rows could not be read"
     has_interval = selection.mask is None and report.has_interval(view, metric.slope)
-    return SearchPlan(index, metric, selection, efforts, limit, has_interval)
+    min_best_score = report.min_similarity * unscaled_slope
+    return SearchPlan(index, metric, selection, efforts, limit, has_interval, min_best_score)
 
 
 def find_candidates(
     plan: SearchPlan, code: np.ndarray
 ) -> list[tuple[CandidateRows, float, Effort]]:
     """Return for each query (n, d) its rows, the log-sum-exp of the rest, and the effort."""
-    queries = plan.prepare_queries(code)
+    queries = plan.metric.prepare_vectors(code)
     found = plan.search(queries, plan.efforts[0])
     return [
         (plan.select_candidates(positions), float(log_rest), plan.efforts[0])
@@ -180,7 +183,11 @@ def answer_approximately(
     plan = plan_search(view, executor.score, executor.weighting, executor.selection, missing_weight)
     if isinstance(plan, str):
         return _answer_exactly(executor, queries, plan)
+    if not len(queries):
+        return []
     code = executor._encode_queries(queries).code
+    if not plan.metric.fits_float32(code):
+        return _answer_exactly(executor, queries, "a query has numbers that an index cannot hold")
     answers = []
     for i, (candidates, log_rest, effort) in enumerate(find_candidates(plan, code)):
         check_deadline()
@@ -190,7 +197,7 @@ def answer_approximately(
             missing = answer.missing_weight
             if missing is None or missing.estimate <= missing_weight:
                 break
-            found = plan.search(plan.prepare_queries(code[i : i + 1]), effort)
+            found = plan.search(plan.metric.prepare_vectors(code[i : i + 1]), effort)
             candidates = plan.select_candidates(found.positions[0])
             answer = _answer_from(executor, plan, candidates, float(found.log_rest[0]), effort, one)
         if answer.missing_weight is not None and answer.missing_weight.estimate > missing_weight:
@@ -278,7 +285,10 @@ class CandidateExecutor(QueryExecutor):
         fields["error_bound"], fields["recall"] = 1.0, effort.recall
         if self.plan.missing_weight is not None and weighed.lse is not None:
             estimate = share_of_rest(self.log_rest, float(weighed.lse[i]))
-            fields["missing_weight"] = effort.correct_estimate(estimate, self.plan.has_interval)
+            # For a query unlike the keys, the measured ratios mean nothing.
+            is_like_keys = float(weighed.best_score[i]) >= self.plan.min_best_score
+            has_interval = self.plan.has_interval and is_like_keys
+            fields["missing_weight"] = effort.correct_estimate(estimate, has_interval)
         return answer
 
 
@@ -305,6 +315,8 @@ def attend_approximately(
         return None
     outs = []
     host = to_numpy(fw.detach(query))
+    if not plan.metric.fits_float32(host):
+        return None
     for i, (candidates, _, _) in enumerate(find_candidates(plan, host)):
         rows = view.open_vectors(candidates, value=True)
         outs.append(attend_rows(rows, query[i : i + 1], score=score, weighting=weighting))

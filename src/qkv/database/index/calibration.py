@@ -44,6 +44,9 @@ MIN_LISTS, MAX_ROW_SHARE = 2, 0.25
 FOUND_SHARE = 0.25
 """A search returns this share of the rows in the lists that it reads."""
 
+UNLIKE_SHARE = 0.01
+"""This share of the held-out queries counts as unlike the keys: their best row is too far away."""
+
 ENOUGH_RECALL, ENOUGH_MISSING = 0.999, 1e-4
 """No larger search is measured after one with this recall and this missing weight."""
 
@@ -98,14 +101,16 @@ class Effort:
 class IndexReport:
     """The result of `Database.index`: what the index achieves on held-out queries.
 
-    `efforts` are searches of increasing size. `recall` is the requested one. The other fields say
-    for which score and rows the numbers hold.
+    `efforts` are searches of increasing size. `recall` is the requested one. All but 1 % of the
+    queries have a best row of at least the similarity `min_similarity`. The other fields say for
+    which score and rows the numbers hold.
     """
 
     metric: MetricName
     slope: float
     recall: float
     queries: int
+    min_similarity: float
     rows: int
     indexed: int
     last: int
@@ -181,7 +186,7 @@ def measure_index(
     `queries` (n, d) replace the vectors of keys.
     """
     index = open_row_index(view, metric.name)
-    rows, efforts = index.total, list[Effort]()
+    rows, efforts, tops = index.total, list[Effort](), list[float]()
     held_out: np.ndarray | None = None
     if index.parts and queries is None:
         count = min(QUERIES if rows < MANY_ROWS else QUERIES_OF_MANY_ROWS, rows // 2)
@@ -197,6 +202,7 @@ def measure_index(
             block = prepared[start : start + size]
             own = None if held_out is None else held_out[start : start + size]
             exact = _compute_exact_weights(view, block, own, metric, rows)
+            tops += (exact.top / metric.slope).tolist()
             for results, step in zip(parts, steps, strict=False):
                 results.append(_measure_queries(index, block, own, exact, metric, *step))
                 if not start and _finds_everything(results[0]):
@@ -210,6 +216,7 @@ def measure_index(
         slope=metric.slope,
         recall=recall,
         queries=0 if queries is None else len(queries),
+        min_similarity=float(np.quantile(tops, UNLIKE_SHARE)) if tops else 0.0,
         rows=rows,
         indexed=rows - len(index.unindexed),
         last=view.snapshot.last_id,
@@ -318,7 +325,8 @@ def share_of_rest(log_rest: float, log_found: float) -> float:
     >>> share_of_rest(0.0, 0.0)
     0.5
     """
-    return float(np.exp(log_rest - np.logaddexp(log_rest, log_found)))
+    share = float(np.exp(log_rest - np.logaddexp(log_rest, log_found)))
+    return 1.0 if np.isnan(share) else share
 
 
 def _finds_everything(results: np.ndarray) -> bool:

@@ -11,6 +11,9 @@ from qkv.scores import Cosine, Dot, Gaussian, ScaledDot, Score
 from qkv.weightings import Softmax, Weighting
 
 MetricName = Literal["cosine", "dot", "distance"]
+MAX_NUMBER = 1e15
+"""An index holds no larger numbers, because their squares would overflow float32."""
+
 METRICS: tuple[MetricName, ...] = ("cosine", "dot", "distance")
 
 
@@ -26,6 +29,10 @@ class IndexMetric(NamedTuple):
     @property
     def is_distance(self) -> bool:
         return self.name == "distance"
+
+    def fits_float32(self, vectors: np.ndarray) -> bool:
+        """Return whether float32 can hold the vectors and the squares of their distances."""
+        return bool(np.abs(vectors).max(initial=0) <= MAX_NUMBER)
 
     def prepare_vectors(self, vectors: np.ndarray) -> np.ndarray:
         """Return vectors as float32, and with the length one for "cosine".

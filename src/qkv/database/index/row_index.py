@@ -308,7 +308,7 @@ def _forget_other_indexes(snapshot: Snapshot, parts: list[SegmentPart]) -> None:
     """Forget the loaded indexes of segments that are not among these parts."""
     current = {part.entry.file for part in parts if part.entry is not None}
     loaded = _INDEXES_BY_STORE.get(snapshot.store_identity, {})
-    for identity in [x for x in loaded if x[0] not in current]:
+    for identity in [x for x in list(loaded) if x[0] not in current]:
         loaded.pop(identity, None)
 
 

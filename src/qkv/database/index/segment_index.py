@@ -56,7 +56,7 @@ def build_arrays(
     metric: IndexMetric,
     report_rows: Callable[[int], None] = lambda rows: None,
 ) -> dict[str, np.ndarray] | None:
-    """Return the arrays of the index of `rows` vectors; None if a vector is not finite.
+    """Return the arrays of the index of `rows` vectors; None if float32 cannot hold a vector.
 
     - `mean` (L, d): the mean of each list
     - `spread` (L,): the mean of ‖k − mean‖² / d over the list
@@ -68,7 +68,7 @@ def build_arrays(
     faiss = load_faiss()
     lists = max(1, min(int(LISTS_PER_ROOT * math.sqrt(rows)), rows // 16))
     sample = _read_sample(read_vectors, rows, lists * TRAINING_ROWS_PER_LIST)
-    if not np.isfinite(sample).all():
+    if not metric.fits_float32(sample):
         return None
     width, is_cosine = sample.shape[1], metric.name == "cosine"
     clusters = faiss.Kmeans(
@@ -84,23 +84,25 @@ def build_arrays(
     centres = faiss.IndexFlatIP(width) if is_cosine else faiss.IndexFlatL2(width)
     centres.add(clusters.centroids)
     list_of_row = np.empty(rows, np.int64)
-    total, squares = np.zeros((lists, width)), np.zeros(lists)
+    total = np.zeros((lists, width))
     for start in range(0, rows, ROWS_PER_BLOCK):
         check_deadline()
         block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
-        if not np.isfinite(block).all():
+        if not metric.fits_float32(block):
             return None
         nearest = centres.search(block, 1)[1][:, 0]
         # A degenerate clustering leaves rows without a list: any list will do.
         nearest = np.where(nearest < 0, 0, nearest)
         list_of_row[start : start + len(block)] = nearest
-        _add_rows(total, squares, block, nearest)
+        _add_rows(total, block, nearest)
         report_rows(len(block))
+    # A list without rows would have no mean.
+    present, list_of_row = np.unique(list_of_row, return_inverse=True)
+    lists, total = len(present), total[present]
     row = np.argsort(list_of_row, kind="stable")
     start_of_list = np.searchsorted(list_of_row[row], np.arange(lists + 1))
     counts = np.diff(start_of_list)
-    mean = (total / np.maximum(counts, 1)[:, None]).astype(np.float32)
-    spread = squares / np.maximum(counts, 1) - np.square(mean, dtype=float).sum(axis=1)
+    mean, squares = (total / counts[:, None]).astype(np.float32), np.zeros(lists)
     place = np.empty(rows, np.int64)
     place[row] = np.arange(rows)
     low, high = np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32)
@@ -111,12 +113,15 @@ def build_arrays(
             block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
             yield start, block - mean[list_of_row[start : start + len(block)]]
 
-    for _, block in iterate_residuals():
+    for start, block in iterate_residuals():
+        lengths = np.einsum("ij,ij->i", block, block, dtype=float)
+        nearest = list_of_row[start : start + len(block)]
+        squares += np.bincount(nearest, lengths, minlength=lists)
         low, high = np.minimum(low, block.min(axis=0)), np.maximum(high, block.max(axis=0))
     size = np.where(high > low, high - low, 1).astype(np.float32)
     if not np.isfinite(size).all() or not np.isfinite(squares).all():
         return None
-    spread = np.maximum(spread, 0) / width
+    spread = squares / counts / width
     is_8_bit = _is_8_bit_precise(size, float(spread @ counts) / rows)
     is_8_bit |= max(np.abs(low).max(), np.abs(high).max()) > MAX_FLOAT16
     code = np.empty((rows, width), np.uint8 if is_8_bit else np.float16)
@@ -238,15 +243,11 @@ def _read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray
     return np.concatenate([read_vectors(at, at + count // blocks) for at in starts.tolist()])
 
 
-def _add_rows(
-    total: np.ndarray, squares: np.ndarray, block: np.ndarray, list_of_row: np.ndarray
-) -> None:
-    """Add the vectors, and their squared lengths, to the sums of their lists."""
+def _add_rows(total: np.ndarray, block: np.ndarray, list_of_row: np.ndarray) -> None:
+    """Add the vectors to the sums of their lists."""
     order = np.argsort(list_of_row, kind="stable")
     present, first = np.unique(list_of_row[order], return_index=True)
     total[present] += np.add.reduceat(block[order].astype(float), first, axis=0)
-    lengths = np.einsum("ij,ij->i", block, block, dtype=float)
-    squares += np.bincount(list_of_row, lengths, minlength=len(squares))
 
 
 def _is_8_bit_precise(size: np.ndarray, spread: float) -> bool:
