@@ -1,10 +1,14 @@
-"""Which engine finds the nearest rows of a segment? FAISS and usearch, on one core.
+"""How fast are approximate answers, and which engine finds the nearest rows of a segment?
 
-Each engine builds an index of clustered unit vectors. The table has the time of ten neighbours of
-one query, their recall, the time of 1,000 neighbours, the time to build, and the size of the
-index as a share of the vectors. Queries are drawn like the rows. Codes are re-ranked exactly.
+With --database, a database of such vectors is asked approximately, certified and exactly, beside
+FAISS with about as many lists. Times are those of the CPU.
 
-    python -m bench.index [--rows N] [--width D] [--graphs] [--write]
+Otherwise each engine builds an index of clustered unit vectors, on one core. The table has the time
+of ten neighbours of one query, their recall, the time of 1,000 neighbours, the time to build, and
+the size of the index as a share of the vectors. Queries are drawn like the rows. Codes are
+re-ranked exactly.
+
+    python -m bench.index [--database] [--rows N] [--width D] [--graphs] [--write]
 """
 
 from __future__ import annotations
@@ -12,23 +16,32 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+import qkv
 from bench._results import show, write
 from bench._side_by_side import peer
+from qkv import scores
+from qkv.weightings import TopK
 
 QUERIES, BEST, MANY = 200, 10, 1000
 RERANKED = 30
+CLOSENESS, TEMPERATURE = 1.5, 1 / 30
 PROBES, EXPANSIONS = (8, 32, 128), (32, 64, 128)
 Search = Callable[[np.ndarray, int], np.ndarray]
 
 
 def main() -> None:
     options = build_parser().parse_args()
-    keys, queries = make_clusters(options.rows, options.width)
-    rows = list(measure_engines(keys, queries, options.graphs))
+    if options.database:
+        keys, queries = make_clusters(options.rows, options.width, CLOSENESS)
+        rows = list(measure_database(keys, queries))
+    else:
+        keys, queries = make_clusters(options.rows, options.width)
+        rows = list(measure_engines(keys, queries, options.graphs))
     for row in rows:
         show(row)
     if options.write:
@@ -39,19 +52,93 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--database", action="store_true", help="ask a database")
     parser.add_argument("--graphs", action="store_true", help="HNSW too; it builds for minutes")
     parser.add_argument("--write", action="store_true")
     return parser
 
 
-def make_clusters(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def make_clusters(rows: int, width: int, closeness: float = 0.6) -> tuple[np.ndarray, np.ndarray]:
     """Return unit vectors around one centre per 1,000 rows, and queries drawn like them."""
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(max(rows // 1000, 10), width))
     labels = rng.integers(0, len(centres), rows + QUERIES)
-    x = (0.6 * centres[labels] + rng.normal(size=(len(labels), width))).astype(np.float32)
+    x = (closeness * centres[labels] + rng.normal(size=(len(labels), width))).astype(np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     return x[:rows], x[rows:]
+
+
+def measure_database(keys: np.ndarray, queries: np.ndarray) -> Iterator[Any]:
+    """Yield a row for the best rows, one for soft answers, and one for the time to build."""
+    rows, width = keys.shape
+    database = qkv.Database(keys, np.arange(float(rows)))
+    score = scores.Cosine(TEMPERATURE)
+    started = time.process_time()
+    report = database.index(score=score)
+    seconds = time.process_time() - started
+    print(report)
+    faiss: Any = peer("faiss")
+    started = time.process_time()
+    lists = int(2 * rows**0.5)
+    engine = faiss.IndexIVFScalarQuantizer(
+        faiss.IndexFlatIP(width),
+        width,
+        lists,
+        faiss.ScalarQuantizer.QT_8bit,
+        faiss.METRIC_INNER_PRODUCT,
+    )
+    engine.cp.max_points_per_centroid = 64
+    engine.train(keys)
+    engine.add(keys)
+    its_seconds = time.process_time() - started
+    yield {
+        "work": f"build the index of {rows:,} × {width}, CPU, with the measurement",
+        "sides": {"qkv": {"ms": 1e3 * seconds}, "FAISS": {"ms": 1e3 * its_seconds}},
+        "goals": [],
+    }
+    best = TopK(BEST)
+    for name, weighting, options in (
+        ("ten best rows", best, {"approximate": True}),
+        ("soft answer", "softmax", {"approximate": True}),
+    ):
+        shared: Any = {"score": score, "weighting": weighting, "top": BEST}
+        errors, found, read = [], [], []
+        for query in queries[:50]:
+            mine = database.ask(query, **shared, **options)
+            exact = database.ask(query, **shared)
+            errors.append(np.abs(mine.weights - exact.weights).sum() / 2)
+            wanted = {row.index for row in exact.rows}
+            found.append(len(wanted & {row.index for row in mine.rows}) / len(wanted))
+            read.append(mine.rows_read)
+        sides: dict[str, Any] = {
+            "qkv": {
+                "ms": time_queries(queries, partial(ask_one, database, shared | options)),
+                "recall@10": float(np.mean(found)),
+                "error of the weights, median": float(np.median(errors)),
+                "rows read": float(np.median(read)),
+            },
+            "certified": {
+                "ms": time_queries(
+                    queries[:20], partial(ask_one, database, shared | {"tolerance": 0.05})
+                )
+            },
+            "exact": {"ms": time_queries(queries[:20], partial(ask_one, database, shared))},
+        }
+        if weighting is best:
+            for probes in (8, 16):
+                engine.nprobe = probes
+                near = [rerank(keys, q, engine.search(q[None], RERANKED)[1][0]) for q in queries]
+                true = [np.argpartition(-(keys @ q), BEST)[:BEST] for q in queries[:50]]
+                hits = [len({*a} & {*b}) / BEST for a, b in zip(near, true, strict=False)]
+                sides[f"FAISS, {probes} of {lists:,} lists"] = {
+                    "ms": time_queries(queries, lambda q: engine.search(q, RERANKED)),
+                    "recall@10": float(np.mean(hits)),
+                }
+        yield {"work": f"{name}, {rows:,} × {width}, CPU", "sides": sides, "goals": []}
+
+
+def ask_one(database: qkv.Database, options: Any, query: np.ndarray) -> Any:
+    return database.ask(query[0], **options)
 
 
 def measure_engines(keys: np.ndarray, queries: np.ndarray, graphs: bool) -> Iterator[Any]:

@@ -1,12 +1,14 @@
-"""`qkv learn` and `calibrate`."""
+"""`qkv learn`, `calibrate` and `index`."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from qkv.database import Database
 from qkv.database.learn.descent import GradientDescent
 from qkv.util.types import ProgressCallback
 from tests.cli.run import BOOKS, data, qkv
@@ -73,6 +75,35 @@ class TestCalibrate:
         pairs = store.with_name("pairs.csv")
         pairs.write_text(f'query,key\nx,"{BOOKS[0][0]}"\n')
         assert "needs at least 12 pairs" in data("calibrate", store, pairs, code=2)["error"]
+
+
+class TestIndex:
+    def test_ask_reads_few_rows(self, tmp_path: Path) -> None:
+        pytest.importorskip("faiss")
+        store = tmp_path / "numbers.qkv"
+        numbers = np.arange(20_000.0)
+        Database.from_columns({"x": numbers, "y": numbers}, key="x", path=store).close()
+        exact = data("ask", store, "12.25")
+        assert "recall" not in exact
+        report = data("index", store, "--recall", "0.9")
+        assert report["indexed"] == report["rows"] == 20_000 and report["version"] == 2
+        assert data("versions", store)["versions"][-1]["what"] == "index"
+        answer = data("ask", store, "12.25", "--approximate", "0.1")
+        assert answer["rows_read"] < 10_000 and answer["missing_weight"][0] <= 0.1
+        assert abs(answer["value"] - exact["value"]) < 30
+        assert "Rows that were not read" in qkv("ask", store, "12.25", "--approximate=0.1").stdout
+        assert "of the ten best rows are found" in qkv("index", store).stdout
+        assert "between 0 and 1" in data("ask", store, "1", "--approximate=2", code=2)["error"]
+        assert "recall" in data("index", store, "--recall=1.5", code=2)["error"]
+        assert data("index", store, "--drop")["removed"] == 1
+        assert data("index", store, "--drop")["removed"] == 0
+        assert data("ask", store, "12.25", "--approximate=0.1")["value"] == exact["value"]
+
+    def test_few_rows(self, store: Path) -> None:
+        pytest.importorskip("faiss")
+        before = data("ask", store, BOOKS[0][0])
+        answer = data("ask", store, BOOKS[0][0], "--approximate", "0.05")
+        assert answer["value"] == before["value"] and answer["recall"] == 1
 
 
 def test_pairs_of_text_keys_are_text(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ COMMAND_MODULES = {
     "compact": "manage",
     "learn": "learn",
     "calibrate": "learn",
+    "index": "learn",
     "weights": "weights",
     "serve": "serve",
     "demo": "demo",

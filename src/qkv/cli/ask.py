@@ -38,6 +38,7 @@ def ask(
     top: options.Top = 5,
     where: options.Where = None,
     tolerance: options.Tolerance = None,
+    approximate: options.Approximate = None,
     encoder: options.Encoder = None,
     skip: options.Skip = False,
     read: options.ReadOptions = options.DEFAULT_READ_OPTIONS,
@@ -51,6 +52,8 @@ def ask(
             "SOURCE and QUERY cannot both be -: stdin is either the table or the queries"
         )
     query_options = build_query_options(source, score, weighting, top) | {"tolerance": tolerance}
+    if approximate is not None:
+        query_options["approximate"] = approximate
     with open_source(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
         condition = arguments.join_conditions(where, database.columns) if where else None
         for text in _read_queries(query):

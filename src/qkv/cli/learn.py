@@ -1,4 +1,4 @@
-"""`qkv learn` and `calibrate`: learn from pairs of a query and its right key."""
+"""`qkv learn` and `calibrate`, which learn from pairs of a query and its right key; `qkv index`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from qkv.cli import options, terminal
 from qkv.cli.command import EXIT_OK, EXIT_STOPPED, Result
 from qkv.cli.source import open_store, redact_source
+from qkv.database import parsing
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -86,6 +87,32 @@ def calibrate(
         columns = _read_pairs(pairs, table, database)
         calibration = database.calibrate(list(zip(*columns[:2], strict=True)), coverage)
         return _version_result(path, database.version, calibration, calibration.to_dict())
+
+
+def index(
+    path: options.Folder,
+    recall: Annotated[
+        float,
+        options.make_option("SHARE", "Find at least this share of the ten best rows on average."),
+    ] = 0.95,
+    score: options.Score = None,
+    drop: Annotated[bool, options.make_option("--drop", "Remove the index.")] = False,
+) -> Result:
+    """Build the index that `qkv ask --approximate` uses.
+
+    Print what it achieves on held-out keys. After rows were added, the same command adds what is
+    missing. Ctrl-C keeps the finished parts.
+    """
+    with open_store(path) as database:
+        if drop:
+            count = database.drop_index()
+            text = f"removed {count:,} files" if count else "there was no index"
+            return Result({"path": str(path), "removed": count}, lambda: terminal.print_line(text))
+        with terminal.show_progress("indexing") as progress:
+            report = database.index(
+                recall=recall, score=parsing.parse_score(score), progress=progress
+            )
+        return _version_result(path, database.version, report, report.to_dict())
 
 
 def _version_result(

@@ -149,6 +149,14 @@ Tolerance = Annotated[
         min=0.0,
     ),
 ]
+Approximate = Annotated[
+    float | None,
+    make_option(
+        "--approximate WEIGHT",
+        "Read only rows that the index finds, until the estimated weight of all others is at most "
+        "this, such as 0.05. `qkv index` builds the index.",
+    ),
+]
 At = Annotated[
     int | None, make_option("--at VERSION", "Read this version; `qkv versions` lists them.")
 ]
