@@ -37,7 +37,7 @@ PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 # Parts of the unit tests, each in one process, the longest first. A folder inside another
 # one is a part of its own: unit-rest has every folder that is not named.
-UNIT := unit-rest unit-layers unit-triton unit-page unit-engines unit-database unit-docs unit-serve
+UNIT := unit-rest unit-database unit-docs unit-engines unit-serve unit-layers unit-triton unit-page
 FOLDERS_unit-engines := tests/engines
 FOLDERS_unit-triton := tests/engines/triton
 FOLDERS_unit-page := tests/page
