@@ -57,9 +57,10 @@ def test_effective_rows_of_equal_weights_are_their_number():
     ("weights", "total", "says"),
     [
         ([0.95, 0.05], 2, ": sure (97 %)."),
-        ([0.6, 0.4], 2, ": fairly sure (64 %)."),
-        ([0.4, 0.3, 0.3], 100, ": unsure (54 %)."),
-        ([0.1] * 10, 10, ": unsure (31 %)."),
+        ([0.7, 0.3], 2, ": fairly sure (68 %)."),
+        ([0.6, 0.4], 2, ": unsure (55 %)."),
+        ([0.4, 0.3, 0.3], 100, ": unsure (41 %)."),
+        ([0.1] * 10, 10, ": unsure (17 %)."),
     ],
 )
 def test_explain_says_how_concentrated(weights, total, says):
@@ -226,7 +227,7 @@ def test_rows_that_share_a_key_or_a_value_are_one_answer():
 def test_one_key_with_many_values_says_so():
     D = Database([("tea pot", f"kind {i}") for i in range(8)] + [("knife", "tools")])
     result = D.ask("tea pot")
-    assert result.confidence_text == "unsure (34 %), one key has several values"
+    assert result.confidence_text == "unsure (19 %), one key has several values"
 
 
 def test_confidence_is_the_formula_of_the_shares_of_the_values():
@@ -246,7 +247,7 @@ def test_confidence_is_the_formula_of_the_shares_of_the_values():
             if values is not str and p1 != pytest.approx(result._value_shares[0], rel=1e-4):
                 continue
             t = min(result.weights.max() / p1, 1)
-            logit = 0.1 + 0.4 * math.log(p1 / (1 - p1)) + 0.8 * t * math.log(p1 / p2)
+            logit = -0.3 + 0.6 * math.log(p1 / (1 - p1)) + 0.65 * t * math.log(p1 / p2)
             expected = min(1 / (1 + math.exp(-logit)), 0.99)
             assert result.confidence == pytest.approx(expected, rel=1e-3)
             assert f"({100 * result.confidence:.0f} %)" in result.explain()
@@ -378,8 +379,8 @@ def test_json():
         "statistical": False,
         "engine": "scan",
         "hint": "",
-        "confidence": pytest.approx(0.80508, abs=1e-4),
-        "confidence_text": "fairly sure (81 %)",
+        "confidence": pytest.approx(0.74522, abs=1e-4),
+        "confidence_text": "fairly sure (75 %)",
     }
 
 

@@ -47,12 +47,12 @@ from qkv.util.types import lazy_property
 
 EXACT_MATCH_TEXT = "The query equals a key, which decides the answer"
 BLENDED_MATCH_TEXT = "The query equals a key; the value is a mean over several rows"
-CONFIDENCE_COEFFICIENTS = (0.1, 0.4, 0.8)
+CONFIDENCE_COEFFICIENTS = (-0.3, 0.6, 0.65)
 """The bias a and the factors b and c of the confidence σ(a + b logit(p₁) + c t ln(p₁ / p₂)).
 
 p₁ and p₂ are the shares of the weight of the two heaviest values, and t is the part of p₁ that the
-heaviest row has, together with rows of equal weight. `bench.answers --confidence` fits
-them on first sentences of docstrings and on Unicode names, and measures them on other texts. The
+heaviest row has, together with rows of equal weight. They are fitted to the tasks of
+`bench.retrieval`, with another seed than the one that it measures, and to names with typos. The
 weight p₁ alone is too small for typos in large tables: many other rows share the rest, but none
 comes near. The ratio p₁ / p₂ says so.
 """

@@ -140,6 +140,20 @@ class TestLearned:
         pairs = [(query, None), (None, 2.0)]
         np.testing.assert_allclose(inner.encode_query(pairs), both.encode_query(pairs), atol=1e-5)
 
+    def test_fitted_text_starts_with_the_vectors_of_its_base(self) -> None:
+        pytest.importorskip("wordllama")
+        keys = [f"the {word} number {i}" for i, word in enumerate(["cat", "dog", "cow"] * 30)]
+        base = Text().fit(keys)
+        learned = Learned.from_base(base, len(keys))
+        queries = ["the cta number 3", "a cow"]
+        for new, old in ((learned.encode(keys), base.encode(keys)),):
+            np.testing.assert_allclose(new, old, atol=1e-4)
+        expected, found = (
+            np.matmul(*(x.astype(float) for x in (query, key.T)))
+            for query, key in (base.encode_pair(queries, keys), learned.encode_pair(queries, keys))
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
     def test_words_have_tokens(self) -> None:
         pytest.importorskip("wordllama")
         learned = Learned.from_base(Words(), 3)

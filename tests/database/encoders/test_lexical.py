@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Columns, Lexical
+from qkv.database.encoders import Columns, Lexical, load
 from qkv.errors import ArgumentError
 
 KEYS = [
@@ -72,6 +72,25 @@ def test_words_that_came_after_the_fit_are_as_rare_as_can_be(doubt: float) -> No
     np.testing.assert_allclose(query @ key.T, expected / information[:, None], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("prefix", [1, 3, 5, 100])
+def test_prefix_counts_only_the_first_letters_of_words(prefix: int) -> None:
+    keys = [*KEYS, "banding systems", "sat on a sailing boat"]
+    short = [" ".join(word[:prefix] for word in key.split()) for key in keys]
+    queries = ["the cats", "bands of systematic sailors", "matric banded banding"]
+    short_queries = [" ".join(word[:prefix] for word in query.split()) for query in queries]
+    encoder = Lexical(prefix=prefix).fit(keys)
+    query, key = encoder.encode_pair(queries, keys)
+    np.testing.assert_allclose(query @ key.T, bm25(short_queries, short, 1.2, 0.75), atol=1e-5)
+    assert load(encoder.settings(), encoder.arrays()) == encoder
+
+
+def test_describe_queries_returns_share_idf_and_count() -> None:
+    found = Lexical().fit(KEYS).describe_queries(["cow zork cow", ""])
+    idf = {"zork": math.log(1 + 6.5 / 0.5), "cow": math.log(1 + 5.5 / 1.5)}
+    total = 2 * idf["cow"] + idf["zork"]
+    np.testing.assert_allclose(found, [[2 * idf["cow"] / total, total, 3], [0, 0, 0]], rtol=1e-6)
+
+
 def random_texts() -> list[str]:
     rng = np.random.default_rng(0)
     words = [f"w{i}" for i in range(400)]
@@ -126,7 +145,7 @@ def test_rows_that_came_later_are_found_by_new_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"k1": -1}, {"b": 2}, {"doubt": -1}, {"rows": None}, {"rows": 2**62}]
+    "bad", [{"k1": -1}, {"b": 2}, {"doubt": -1}, {"rows": None}, {"rows": 2**62}, {"prefix": 0}]
 )
 def test_bad_parameters_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(bad))):

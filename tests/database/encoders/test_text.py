@@ -1,6 +1,8 @@
 """The default for text gives weights that a person can read."""
 
 import csv
+import json
+import math
 import random
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Text, load
+from qkv.database.encoders import Characters, Lexical, Text, Words, load, text
 from qkv.database.encoders.base import sharpness_for_rows
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot
@@ -147,18 +149,82 @@ def test_few_keys_are_not_fitted_to() -> None:
     keys = [f"key {i}" for i in range(63)]
     assert Text().fit(keys) == Text()
     before, after = (made.encode_sparse(keys) for made in (Text(), Text().fit([*keys, "one more"])))
-    # Two places of each are those of the whole text.
+    # Two places of each are those of the whole text; a word and its beginning have one each.
     assert before is not None and len(before.flat) == 2 * len(keys)
-    assert after is not None and len(after.flat) == 4 * len(keys)
+    assert after is not None and len(after.flat) == 6 * len(keys)
 
 
 def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None:
     summaries = [book["summary"] for book in books]
-    made = Text().fit(summaries)
-    assert made.sharp > 1 and made == Text().fit(summaries)
+    made = Text(mix=False).fit(summaries)
+    assert made.sharp > 1 and made == Text(mix=False).fit(summaries)
     assert made.default_score(300) == ScaledDot(made.sharp * sharpness_for_rows(300))
     assert load(made.settings(), made.arrays()) == made
-    assert Text().fit(["same"] * 100).sharp > 0
+    assert Text(mix=False).fit(["same"] * 100).sharp > 0
+    assert Text(sharp=2.0).fit(summaries).sharp == 2.0
+
+
+def mixed_scores(queries: list[str], keys: list[str]) -> np.ndarray:
+    """The score of the docstring of Text in float64, from the heads alone."""
+    parts = {"readFile": "read File", "TreeNode": "Tree Node"}
+    sample = [" ".join([key, *(parts[w] for w in key.split() if w in parts)]) for key in keys]
+    words, beginnings = (Lexical(b=0.4, prefix=n).fit(sample) for n in (None, 5))
+    heads = [Characters(idf=True).fit(keys), Words(idf=True).fit(sample), words, beginnings]
+    out = np.zeros((len(queries), len(keys)))
+    for i, query in enumerate(queries):
+        count, length = len(query.split()), math.log((len(query) + 1) / math.exp(4))
+        m = len(keys)
+        df = [sum(word in key.lower().split() for key in sample) for word in query.split()]
+        idf = [math.log(1 + (m - f + 0.5) / (f + 0.5)) for f in df]
+        share = sum(x for x, f in zip(idf, df, strict=True) if f) / sum(idf)
+        relative = math.log((count + 1) / (words.mean + 1))
+        relative = min(max(relative, -2), 2)
+        known = 0.5 if all(df) else -0.5
+        about = [1, share - 0.7, length, relative]
+        about += [math.log(sum(idf) / count / math.log(1 + m) + 0.1) + 0.5]
+        about += [known, known * relative, relative**2]
+        weights = np.exp(text.MIX_COEFFICIENTS @ about) / text.MIX_SHARPNESS
+        for head, weight, exponent in zip(heads, weights, text.MIX_LENGTH_EXPONENTS, strict=True):
+            one, all_keys = head.encode_pair([query], keys if head is heads[0] else sample)
+            long = np.array([(len(key) + 1) / math.exp(4) for key in keys]) ** exponent
+            out[i] += weight * long * (all_keys.astype(float) @ one[0].astype(float))
+    return out
+
+
+def test_the_mix_is_the_weighted_sum_of_its_heads() -> None:
+    rng = random.Random(3)
+    names = ["readFile", "window", "classifier", "banana", "TreeNode", "of", "the", "grass"]
+    keys = [" ".join(rng.choices(names, k=rng.randint(2, 9))) for _ in range(100)]
+    queries = ["read the file", "class bananas", "tree node of the unheard", "window grass"]
+    encoder = Text().fit(keys)
+    assert encoder.is_mixed and encoder.names == ("characters", "words", "lexical", "beginnings")
+    query, key = encoder.encode_pair(queries, keys)
+    np.testing.assert_allclose(query @ key.T, mixed_scores(queries, keys), atol=2e-3)
+    restored = load(json.loads(json.dumps(encoder.settings())), encoder.arrays())
+    assert restored == encoder
+    np.testing.assert_array_equal(restored.encode_query(queries), encoder.encode_query(queries))
+
+
+def test_a_store_from_before_the_mix_has_the_same_vectors() -> None:
+    keys = [f"the red house number {i} on oak street" for i in range(70)]
+    old = Text(mix=False).fit(keys)
+    settings = {name: x for name, x in old.settings().items() if name != "mix"}
+    loaded = load(settings, old.arrays())
+    assert loaded == old and not loaded.mix and len(loaded.heads) == 3
+    assert not loaded.fit(keys).is_mixed
+    # These fields belong to the score without the mix.
+    assert not any(Text(**some).mix for some in ({"half": 10}, {"rare": 1}, {"flat": 0}))
+    assert Text().mix and Text(exact=0).mix and Text(sharp=2).mix
+
+
+def test_identifiers_count_as_their_words() -> None:
+    keys = ["readCsvFile", "TreeNode", "openWindow", *(f"other name {i}" for i in range(70))]
+    D = qkv.Database(keys, list(range(len(keys))))
+    for query, right in (("read csv", 0), ("window to open", 2), ("node of a tree", 1)):
+        assert D.ask(query).rows[0].index == right
+    assert text.split_identifiers(["iPhone", 3, "GitHub of myOwn", "plain"]) == [
+        *("iPhone i Phone", 3, "GitHub of myOwn Git Hub my Own", "plain")
+    ]
 
 
 def test_rows_that_came_later_are_found_by_new_words() -> None:

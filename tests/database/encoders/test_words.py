@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qkv.database.encoders import Characters, Words, base, default, load, words
-from qkv.errors import MissingExtraError
+from qkv.errors import ArgumentError, MissingExtraError
 
 pytest.importorskip("tokenizers")
 wordllama = pytest.importorskip("wordllama")
@@ -40,6 +40,36 @@ def test_tokens_and_table_give_the_same_sum() -> None:
     np.testing.assert_allclose(one / np.linalg.norm(one), encoder.encode(TEXTS)[0], atol=1e-6)
     with pytest.raises(ValueError, match="read-only"):
         encoder.table[0] = 0
+
+
+@pytest.mark.parametrize("texts", [30, 3000])
+def test_idf_weighs_tokens(texts: int) -> None:
+    keys = [f"the cat number {i} of the street" for i in range(texts)]
+    encoder = Words(idf=True).fit(keys)
+    counts: dict[int, int] = {}
+    for key in keys:
+        for token in set(Words().tokens([key])[0].tolist()):
+            counts[token] = counts.get(token, 0) + 1
+    queries = ["the cat number 7 of the street", "a dog of the street"]
+    vectors = encoder.encode([*keys, *queries])[len(keys) :]
+    for query, vector in zip(queries, vectors, strict=True):
+        ids = Words().tokens([query])[0]
+        df = np.array([counts.get(token, 0) for token in ids.tolist()], float)
+        weight = np.sqrt(np.log(1 + (len(keys) - df + 0.5) / (df + 0.5)))
+        expected = weight @ Words().table[ids].astype(float)
+        np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=2e-3)
+    np.testing.assert_allclose(encoder.encode(queries), vectors, atol=1e-6)
+    restored = load(encoder.settings(), encoder.arrays())
+    assert restored == encoder and restored != Words()
+    np.testing.assert_array_equal(restored.encode(queries), encoder.encode(queries))
+
+
+def test_idf_needs_a_fit_and_weights_of_all_tokens() -> None:
+    with pytest.raises(ArgumentError, match="not fitted"):
+        Words(idf=True).encode(["a"])
+    with pytest.raises(ArgumentError, match="token_weights"):
+        load(Words(idf=True).settings(), {"token_weights": np.ones(3, np.float16)})
+    assert load(Words().settings(), {}) == Words()
 
 
 def test_no_text_is_no_vector() -> None:

@@ -93,8 +93,7 @@ class Characters(Encoder):
         count = np.zeros(IDF_TABLE_SIZE, np.int64)
         for _, block in split_blocks(to_texts(keys)):
             row, code, _ = self._weigh_ngrams(block)
-            seen = np.unique(row * IDF_TABLE_SIZE + (code >> np.uint32(16)))
-            count += np.bincount(seen % IDF_TABLE_SIZE, minlength=IDF_TABLE_SIZE)
+            count += count_rows_with(row, code >> np.uint32(16), IDF_TABLE_SIZE)
         table = np.log((1 + len(keys)) / (1.0 + count)) + 1
         return replace(self, table=table.astype(np.float32))
 
@@ -130,6 +129,19 @@ class Characters(Encoder):
         rows, codes, weights = zip(*parts, strict=True)
         weight = np.repeat(np.array(weights, np.float32), [len(code) for code in codes])
         return np.concatenate(rows), np.concatenate(codes), weight
+
+
+def count_rows_with(row: np.ndarray, entry: np.ndarray, size: int) -> np.ndarray:
+    """Return, for each number below `size`, in how many rows it is an entry: (size,).
+
+    >>> count_rows_with(np.array([0, 0, 1]), np.array([2, 2, 2]), 4).tolist()
+    [0, 0, 2, 0]
+    """
+    cells = row * size + entry
+    cells.sort()  # np.unique is ten times slower
+    is_first = np.ones(len(cells), bool)
+    np.not_equal(cells[1:], cells[:-1], out=is_first[1:])
+    return np.bincount(cells[is_first] % size, minlength=size)
 
 
 def split_blocks(keys: list[str], most: int = TEXTS_PER_BLOCK) -> Iterator[tuple[int, list[str]]]:

@@ -189,7 +189,7 @@ class Learned(Encoder):
                 parameters.setdefault(prefix + "w", np.eye(head.head_width, dtype=np.float32))
                 if has_tokens(head):
                     table = token_table(head)
-                    parameters.setdefault(prefix + "logits", np.zeros(len(table), np.float32))
+                    parameters.setdefault(prefix + "logits", token_logits(head))
                     parameters.setdefault(
                         prefix + "places", np.zeros(MAX_TOKEN_POSITIONS, np.float32)
                     )
@@ -437,6 +437,14 @@ def word_places(head: Encoder) -> np.ndarray:
 def has_tokens(encoder: Encoder) -> bool:
     """Return whether the encoder pools the vectors of tokens, as `Words` does."""
     return callable(getattr(encoder, "tokens", None)) and hasattr(encoder, "table")
+
+
+def token_logits(head: Encoder) -> np.ndarray:
+    """Return the logits (vocabulary,) with which the pooled vectors have the head's direction."""
+    weights: np.ndarray | None = getattr(head, "token_weights", None)
+    if weights is None:
+        return np.zeros(len(token_table(head)), np.float32)
+    return np.log(np.maximum(weights.astype(np.float32), 1e-4))
 
 
 def token_table(head: Encoder) -> np.ndarray:

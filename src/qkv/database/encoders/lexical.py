@@ -34,6 +34,9 @@ class Lexical(Encoder):
     With `doubt`, words that some key has count r^`doubt` times as much, where r is their share of
     Σ_w idf(w). The other words may be misspelled, and then letters should count more (`Text`).
 
+    With `prefix`, only the first `prefix` letters of a word count. So "classify" matches
+    "classifier".
+
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
     >>> query, key = encoder.encode_pair(["the dog"], ["the dog ran", "the cat sat"])
     >>> right, wrong = key @ query[0]
@@ -47,6 +50,7 @@ class Lexical(Encoder):
     mean: float = 1.0
     usual: float = 0.0
     rows: int = 0
+    prefix: int | None = None
     codes: np.ndarray | None = field(default=None, compare=False, repr=False)
     counts: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "lexical"
@@ -66,11 +70,16 @@ class Lexical(Encoder):
             )
         if not 0 <= self.doubt < math.inf:
             raise ArgumentError(f"Lexical: doubt must be 0 or more, not {self.doubt!r}")
+        if self.prefix is not None and (not isinstance(self.prefix, int) or self.prefix < 1):
+            raise ArgumentError(
+                f"Lexical: prefix must be a number of letters, at least 1, or None, not "
+                f"{self.prefix!r}"
+            )
 
     def fit(self, keys: Sequence[Any]) -> Lexical:
         keys = to_texts(keys)
         counted = threads.map_parallel(
-            count_words, [block for _, block in split_blocks(keys)] or [[]]
+            self._count_words, [block for _, block in split_blocks(keys)] or [[]]
         )
         total = sum(int(f.sum()) for _, _, f in counted)
         codes, counts = np.unique(
@@ -86,6 +95,9 @@ class Lexical(Encoder):
             codes=codes,
             counts=counts.astype(np.int32),
         )
+
+    def _count_words(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return count_words(block, self.prefix)
 
     @property
     def width(self) -> int:
@@ -109,7 +121,7 @@ class Lexical(Encoder):
 
         `query` says that the texts are queries.
         """
-        row, code, f = count_words(block)
+        row, code, f = self._count_words(block)
         if self.codes is None:
             return row[:0], code[:0], np.empty(0)
         if not query:
@@ -122,11 +134,19 @@ class Lexical(Encoder):
 
     def known_share(self, queries: Sequence[Any]) -> np.ndarray:
         """Return r (n,): for each query, the share of its idf in words that some key has."""
-        parts = [
-            self._word_statistics(*count_words(block), len(block))[3]
-            for _, block in split_blocks(to_texts(queries))
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return self.describe_queries(queries)[:, 0]
+
+    def describe_queries(self, queries: Sequence[Any]) -> np.ndarray:
+        """Return (n, 3): for each query r, its idf Σ_w idf(w), and its number of words.
+
+        r is the share of the idf in words that some key has.
+        """
+        parts = []
+        for _, block in split_blocks(to_texts(queries)):
+            row, code, f = self._count_words(block)
+            _, _, total_idf, share = self._word_statistics(row, code, f, len(block))
+            parts.append(np.stack([share, total_idf, np.bincount(row, f, len(block))], axis=1))
+        return np.concatenate(parts) if parts else np.zeros((0, 3))
 
     def _word_statistics(
         self, row: np.ndarray, code: np.ndarray, f: np.ndarray, rows: int
@@ -150,8 +170,12 @@ class Lexical(Encoder):
         return np.where(self.codes[indices] == code, self.counts[indices], 0)
 
 
-def count_words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def count_words(
+    block: list[str], prefix: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the row, 32-bit hash and count, each (w,), of every distinct word of each text.
+
+    With `prefix`, words with the same first letters are one word.
 
     >>> row, _, count = count_words(["to be or not to be", "", "Be!"])
     >>> row.tolist(), sorted(count[row == 0].tolist())
@@ -164,6 +188,8 @@ def count_words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return row[:0], letters[:0], np.empty(0, np.int64)
     word = np.cumsum(np.bincount(first, minlength=len(letters))) - 1
     offset = np.arange(len(letters)) - first[np.maximum(word, 0)]
+    if prefix is not None:
+        inside &= offset < prefix
     power = np.cumprod(np.full(int(offset[inside].max()) + 1, 16777619, np.uint32), dtype=np.uint32)
     terms = np.where(inside, (letters + np.uint32(1)) * power[np.where(inside, offset, 0)], 0)
     code = np.add.reduceat(terms.astype(np.uint32), first, dtype=np.uint32)

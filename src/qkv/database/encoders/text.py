@@ -1,8 +1,9 @@
-"""The default encoder of text: it combines letters, meaning and rare words."""
+"""The default encoder of text: it combines letters, meaning and words."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,12 @@ from qkv.util.keyword_hints import suggest_keywords
 NUMBER_FIELDS = ("half", "sharp", "rare", "flat", "exact")
 """The fields that are numbers, which the settings contain."""
 
+MIX_FIELDS = ("half", "rare", "flat")
+"""The fields that only the score without `mix` has."""
+
+MIX_LEXICAL_B = 0.4
+"""`Lexical.b` of the heads of words and of beginnings of words."""
+
 DEFAULT_DOUBT = 2.0
 """`Lexical.doubt`: known words count less if other words of the query may be misspelled."""
 
@@ -41,19 +48,79 @@ MIN_FIT_KEYS = 64
 """With fewer keys, `fit` learns nothing: they do not show which words are rare."""
 
 
+MIX_COEFFICIENTS = np.array(
+    [
+        [1.835, -0.669, -0.325, 0.258, -0.176, -0.556, 0.187, -0.179],
+        [1.499, -0.910, 0.436, -0.310, 0.144, -0.397, -0.446, 0.206],
+        [2.791, 0.362, 0.196, -0.067, -1.336, 0.342, -0.173, 0.168],
+        [2.967, 0.325, 0.154, -0.710, -0.151, -0.039, 0.385, -0.562],
+    ]
+)
+"""The logarithm of a head's weight is a row of this matrix times the numbers of the query.
+
+The heads are letters, meaning, words and beginnings of words. The coefficients are fitted to the
+tasks of `bench.retrieval`, with another seed than the one that it measures.
+"""
+MIX_LENGTH_EXPONENTS = np.array([-0.080, -0.013, -0.317, 0.468])
+"""The vector of head h of a key of c letters is multiplied by ((c + 1) / `USUAL_LETTERS`)^this."""
+
+USUAL_LETTERS = math.exp(4)
+"""The length of a key whose vectors `MIX_LENGTH_EXPONENTS` does not change."""
+MIX_SHARPNESS = 24.0
+"""All weights are divided by this. The fit had 20, but vague queries should spread the weight."""
+
+LETTERS_OF_PREFIX = 5
+MAX_SAMPLED_KEYS, MAX_PREFIX_KEYS = 1 << 12, 1 << 14
+"""So many keys show how frequent letters and tokens, and beginnings of words, are."""
+
+TEXTS_PER_SEARCH = 64
+"""The number of texts in which one search looks for words with capitals inside."""
+
+_INNER_CAPITAL = re.compile(r"[a-z0-9][A-Z]")
+_WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def split_identifiers(texts: Sequence[Any]) -> list[Any]:
+    """Return the texts, each followed by the parts of its words that have capitals inside.
+
+    >>> split_identifiers(["use readCsv", "a plain text"])
+    ['use readCsv read Csv', 'a plain text']
+    """
+    out = list(texts)
+    for start in range(0, len(out), TEXTS_PER_SEARCH):
+        block = out[start : start + TEXTS_PER_SEARCH]
+        if _INNER_CAPITAL.search("\n".join(x for x in block if isinstance(x, str))):
+            out[start : start + TEXTS_PER_SEARCH] = map(_split_identifiers, block)
+    return out
+
+
+def _split_identifiers(text: Any) -> Any:
+    if not isinstance(text, str) or not _INNER_CAPITAL.search(text):
+        return text
+    words = [word for word in text.split() if _INNER_CAPITAL.search(word)]
+    return " ".join([text, *(_WORD_BORDER.sub(" ", word) for word in words)])
+
+
 @suggest_keywords
 @dataclass(frozen=True)
 class Text(Heads):
-    """s = √(c_q c_k) cos_letters + √((1−c_q)(1−c_k)) cos_meaning + `rare` lexical + `exact` [q=k].
+    """s = Σ_h w_h(q) g_h(k) s_h(q, k) + `exact` [q=k]: letters, meaning, words, parts of words.
 
-    c = 1 / (1 + length/half) is the share of the letters. Letters matter most for names and titles,
-    also if there are typos. The meaning matters most for sentences. In a text of `half` letters,
-    both count the same.
+    The heads compare n-grams of letters (`Characters` with idf), vectors of words (`Words` with
+    idf), words (`Lexical`, which is BM25) and the first five letters of words (`Lexical` with
+    `prefix`). A word with capitals inside also counts as its parts.
 
-    From 64 keys on, rare words count too (`Lexical`). `fit` then also fits the temperature, so that
-    the largest weight is about the probability that its row is right. Scores are multiplied by
-    `sharp` e^(−`flat` r²). Here r is the share of the query in words that some key has
-    (`Lexical.known_share`).
+    The weights w_h depend on the query: on its length, beside that of a usual key; on the share of
+    its words that some key has; and on how rare they are. A query whose words are all known relies
+    on words, and one with an unknown word on letters, because it may be misspelled. g_h depends on
+    the length of the key.
+
+    With fewer than 64 keys, and with `mix=False`, the score is
+    √(c_q c_k) cos_letters + √((1−c_q)(1−c_k)) cos_meaning + `rare` lexical + `exact` [q=k], where
+    c = 1 / (1 + length/half) is the share of the letters. Below 64 keys, lexical is 0. From 64 keys
+    on, `fit` then also fits the temperature `sharp`, and scores are multiplied by e^(−`flat` r²).
+    Here r is the share of the query in words that some key has (`Lexical.known_share`). `mix=None`
+    means False if `half`, `rare`, `flat` or the heads are not the default ones, else True.
 
     A query that equals a key matches it exactly: the digest of a text has two positions in the
     sparse vectors.
@@ -72,6 +139,7 @@ class Text(Heads):
     rare: float = 2.0
     flat: float = 0.6
     exact: float = 1.0
+    mix: bool | None = None
     kind: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
@@ -79,9 +147,14 @@ class Text(Heads):
             lexical = Lexical(doubt=DEFAULT_DOUBT)
             heads = {"characters": Characters(), "words": Words(), "lexical": lexical}
             object.__setattr__(self, "heads", heads)
+            if self.mix is None:
+                defaults = [Text.__dataclass_fields__[name].default for name in MIX_FIELDS]
+                is_default = [getattr(self, name) for name in MIX_FIELDS] == defaults
+                object.__setattr__(self, "mix", is_default)
+        object.__setattr__(self, "mix", bool(self.mix))
         super().__post_init__()
         count = len(self.heads)
-        if count != 3 or self.weights != (1 / count,) * count:
+        if count not in (3, 4) or self.weights != (1 / count,) * count:
             raise ArgumentError(
                 "Text has fixed heads, weighted by the length of the text: use Heads for others"
             )
@@ -97,11 +170,39 @@ class Text(Heads):
     def min_fit_keys(self) -> int:
         return MIN_FIT_KEYS
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the weights of the heads depend on the query: `mix`, after `fit`."""
+        return bool(self.mix) and len(self.heads) == 4
+
     def fit(self, keys: Sequence[Any]) -> Text:
         if len(check_batch(keys)) < MIN_FIT_KEYS:
             return self
-        made = replace(self, heads=tuple(head.fit(keys) for head in self.heads), sharp=1.0)
-        return replace(made, sharp=calibrate_sharpness(made, to_texts(keys)))
+        texts = to_texts(keys)
+        if self.mix:
+            return self._fit_mixed(texts)
+        made = replace(self, heads=tuple(head.fit(texts) for head in self.heads), sharp=1.0)
+        return replace(made, sharp=calibrate_sharpness(made, texts))
+
+    def _fit_mixed(self, texts: list[str]) -> Text:
+        """Return the encoder with its four heads fitted to the keys."""
+        letters, meaning, words = self.heads[:3]
+        sample = texts[:: -(-len(texts) // MAX_SAMPLED_KEYS)]
+        split = split_identifiers(texts)
+        prefix_sample = split[:: -(-len(texts) // MAX_PREFIX_KEYS)]
+        heads = {
+            "characters": replace(letters, idf=True).fit(sample),
+            "words": replace(meaning, idf=True).fit(split_identifiers(sample)),
+            "lexical": replace(words, b=MIX_LEXICAL_B, doubt=0.0).fit(split),
+            "beginnings": Lexical(b=MIX_LEXICAL_B, prefix=LETTERS_OF_PREFIX).fit(prefix_sample),
+        }
+        return replace(self, heads=heads, weights=None, names=())
+
+    def _split_keys(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
+        if not self.is_mixed:
+            return super()._split_keys(keys, query)
+        split = split_identifiers(keys)
+        return [keys, split, split, split]
 
     def encode_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
         return self.add_full_text_positions(super().encode_sparse(keys, query), keys)
@@ -121,11 +222,48 @@ class Text(Heads):
         )
 
     def _head_factors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        if self.is_mixed:
+            return self._mixed_factors(to_texts(keys), query)
         stretch = super()._head_factors(keys, query)
         if not query or not self.flat:
             return stretch
         flatter = np.exp(-self.flat * self.heads[2].known_share(keys) ** 2)
         return np.asarray(stretch * flatter[:, None], np.float32)
+
+    def _mixed_factors(self, texts: list[str], query: bool) -> np.ndarray:
+        """Return w_h(q) of queries, or g_h(k) of keys: (m, 4)."""
+        if not query:
+            exponents = _log_lengths(texts)[:, None] * MIX_LENGTH_EXPONENTS
+            return np.asarray(np.exp(exponents), np.float32)
+        log_weights = self.describe_queries(texts) @ MIX_COEFFICIENTS.T
+        return np.asarray(np.exp(log_weights) / MIX_SHARPNESS, np.float32)
+
+    def describe_queries(self, texts: list[str]) -> np.ndarray:
+        """Return the numbers of each query on which the weights of the heads depend: (n, 8).
+
+        They are 1; the share of the idf in words that some key has; the logarithm of the number of
+        letters; the logarithm of the number of words relative to that of a usual key; that of the
+        mean idf; whether a key has each word; and the fourth number times the last one and squared.
+        """
+        words = self.heads[2]
+        share, total_idf, count = words.describe_queries(split_identifiers(texts)).T
+        relative = np.clip(np.log((count + 1) / (words.mean + 1)), -2, 2)
+        idf = np.log(total_idf / np.maximum(count, 1) / math.log1p(words.rows) + 0.1) + 0.5
+        is_known = np.where(share > 0.999, 0.5, -0.5)
+        described: np.ndarray = np.stack(
+            [
+                np.ones(len(texts)),
+                share - 0.7,
+                _log_lengths(texts),
+                relative,
+                idf,
+                is_known,
+                is_known * relative,
+                relative**2,
+            ],
+            axis=1,
+        )
+        return described
 
     def default_score(self, rows: int) -> Score:
         return ScaledDot(self.sharp * sharpness_for_rows(rows))
@@ -136,7 +274,7 @@ class Text(Heads):
         return np.stack([letters, 1 - letters, np.full(len(length), self.rare)], axis=1)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {name: getattr(self, name) for name in NUMBER_FIELDS}
+        return super().settings() | {name: getattr(self, name) for name in (*NUMBER_FIELDS, "mix")}
 
     @classmethod
     def restore(
@@ -144,7 +282,14 @@ class Text(Heads):
     ) -> Text:
         heads = Heads.restore(settings, arrays, user_encoder)
         numbers = {name: settings[name] for name in NUMBER_FIELDS}
-        return cls(heads.heads, heads.weights, heads.names, **numbers)
+        mix = bool(settings.get("mix", False))
+        return cls(heads.heads, heads.weights, heads.names, **numbers, mix=mix)
+
+
+def _log_lengths(texts: list[str]) -> np.ndarray:
+    """Return the logarithm of the number of letters of each text, relative to a usual one: (m,)."""
+    lengths = np.array([len(text) for text in texts], np.float64)
+    return np.clip(np.log((lengths + 1) / USUAL_LETTERS), -3, 2.5)
 
 
 MAX_CALIBRATION_KEYS, MAX_CALIBRATION_QUERIES = 2048, 512

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -20,9 +21,9 @@ from qkv.database.encoders.base import (
     to_texts,
 )
 from qkv.database.encoders.byte_pairs import BytePairTokenizer
-from qkv.database.encoders.characters import split_blocks
+from qkv.database.encoders.characters import count_rows_with, split_blocks
 from qkv.database.storage.segments import DTYPE_BY_CODE
-from qkv.errors import missing_extra_error
+from qkv.errors import ArgumentError, missing_extra_error
 from qkv.util.caches import create_table, memoize
 from qkv.util.keyword_hints import suggest_keywords
 
@@ -41,7 +42,8 @@ TOKENIZER_PATH = ("tokenizers", "l2_supercat_tokenizer_config.json")
 MAX_CACHED_WORDS, MAX_CACHED_LETTERS = 1 << 17, 32
 """The number of words in the token cache, and the length of the longest word in it."""
 _TOKEN_CACHE: dict[str, bytes] = create_table("encoders.word_tokens")
-_ID_DTYPE = np.dtype(np.int32)
+_ID_CODE = "i"
+_ID_DTYPE = np.dtype(_ID_CODE)
 
 
 @suggest_keywords
@@ -52,6 +54,9 @@ class Words(Encoder):
     The vectors come from the installed package wordllama: nothing is downloaded. Case is ignored
     unless `lower` is False, because users seldom type capital letters.
 
+    With `idf`, `fit` multiplies the vector of a token by √ln(1 + (m − df + ½)/(df + ½)). Here df is
+    the number of the m keys that have the token. So frequent words such as "the" count less.
+
     >>> encoder = Words()
     >>> cat, kitten, tax = encoder.encode(["a cat", "a kitten", "income tax"])
     >>> bool(cat @ kitten > 0.5 > cat @ tax)
@@ -59,6 +64,8 @@ class Words(Encoder):
     """
 
     lower: bool = True
+    idf: bool = False
+    token_weights: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "words"
     aliases: ClassVar[tuple[str, ...]] = ("word2vec", "glove", "fasttext", "wordllama")
     reads_only_text: ClassVar[bool] = True
@@ -74,6 +81,18 @@ class Words(Encoder):
     def table(self) -> np.ndarray:
         """The vectors of all tokens, (vocabulary, width) float32, read-only."""
         return _load_table()
+
+    def fit(self, keys: Sequence[Any]) -> Words:
+        if not self.idf:
+            return self
+        keys, size = to_texts(keys), len(_map_table())
+        count = np.zeros(size, np.int64)
+        for _, block in split_blocks(keys, TEXTS_PER_BLOCK):
+            ids, offsets = self.tokens(block)
+            row = np.repeat(np.arange(len(block)), np.diff(offsets))
+            count += count_rows_with(row, ids, size)
+        idf = np.log1p((len(keys) - count + 0.5) / (count + 0.5))
+        return replace(self, token_weights=np.sqrt(idf).astype(np.float16))
 
     def tokens(self, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of all texts (t,), and the offset of each text (m + 1,).
@@ -92,24 +111,42 @@ class Words(Encoder):
         return np.frombuffer(b"".join(pieces), _ID_DTYPE), offsets
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        keys = to_texts(keys)
+        keys, full_table = to_texts(keys), None
+        if self.idf and self.token_weights is None:
+            raise ArgumentError("Words(idf=True) is not fitted: call fit(keys) first")
         out = np.empty((len(keys), self.width), np.float32)
         for start, block in split_blocks(keys, TEXTS_PER_BLOCK):
             ids, offsets = self.tokens(block)
             if len(ids) > MAX_MAPPED_TOKENS:
-                table = self.table
+                if full_table is None:
+                    full_table = self._weigh_tokens(self.table, slice(None))
+                table = full_table
             else:  # converting the vectors of all tokens to float32 would be slow
-                table, ids = np.asarray(_map_table()[ids], np.float32), np.arange(len(ids))
+                table = self._weigh_tokens(np.asarray(_map_table()[ids], np.float32), ids)
+                ids = np.arange(len(ids))
             out[start : start + len(block)] = sum_by_text(table, ids, offsets)
         return normalize_rows(out)
 
+    def _weigh_tokens(self, vectors: np.ndarray, ids: np.ndarray | slice) -> np.ndarray:
+        """Return the vectors of these tokens, multiplied by their weights."""
+        if self.token_weights is None:
+            return vectors
+        return vectors * self.token_weights[ids].astype(np.float32)[:, None]
+
     def settings(self) -> dict[str, Any]:
-        return {"kind": self.kind, "model": MODEL_NAME, "lower": self.lower}
+        settings = {"kind": self.kind, "model": MODEL_NAME, "lower": self.lower}
+        return settings | ({"idf": True} if self.idf else {})
 
     @classmethod
     def build(cls, settings: EncoderSettings, arrays: EncoderArrays) -> Words:
         package_folder()
-        return cls(settings["lower"])
+        weights = arrays.get("token_weights")
+        if weights is not None and weights.shape != (len(_map_table()),):
+            raise ArgumentError(
+                f"Words: the array 'token_weights' has the shape {weights.shape}, but wordllama "
+                f"has {len(_map_table()):,} tokens: encode the keys again"
+            )
+        return cls(settings["lower"], bool(settings.get("idf", False)), weights)
 
 
 def _split_words(text: str) -> list[str]:
@@ -131,7 +168,7 @@ def _tokenize_words(words: list[str]) -> list[bytes]:
     cached = {word: _TOKEN_CACHE.get(word) for word in words}
     missing = [word for word, ids in cached.items() if ids is None]
     added = {
-        word: np.array(ids, _ID_DTYPE).tobytes()
+        word: array(_ID_CODE, ids).tobytes()
         for word, ids in zip(missing, _token_ids(missing), strict=True)
     }
     if len(_TOKEN_CACHE) + len(added) > MAX_CACHED_WORDS:
