@@ -54,6 +54,19 @@ def refused(con: Any, sql: str, *values: Any) -> str:
 # qkv_ask
 
 
+def test_ask_reads_the_rows_that_an_index_finds(con, tmp_path):
+    pytest.importorskip("faiss")
+    numbers, path = np.arange(20_000.0), tmp_path / "numbers.qkv"
+    with qkv.Database.from_columns({"x": numbers, "y": -numbers}, key="x", path=path) as D:
+        D.index()
+        rows = D.ask(12.25, approximate=0.1, top=3).rows
+        assert D.ask(12.25, approximate=0.1).rows_read < 10_000
+    sql = f"SELECT y, weight FROM qkv_ask('{path}', 12.25, top := 3, approximate := 0.1)"
+    expected = [(row.value, pytest.approx(row.weight)) for row in rows]
+    assert con.execute(sql).fetchall() == expected
+    assert "between 0 and 1" in refused(con, sql.replace("0.1", "7"))
+
+
 def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
     result = con.sql(f"SELECT * FROM qkv_ask('{books}', 'a whale', top := 2)")
     types = dict(zip(result.columns, map(str, result.types), strict=True))

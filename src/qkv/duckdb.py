@@ -37,11 +37,13 @@ _PAIRS_TYPE = 'STRUCT(l BIGINT, r BIGINT, weight DOUBLE, "rank" BIGINT)[]'
 # qkv_attend takes vectors: the lambdas turn each number into a vector of width 1.
 _MACROS = """
 CREATE OR REPLACE TEMP MACRO qkv_ask(
-    path, query, top := 5, "where" := NULL, score := NULL, weighting := 'softmax'
+    path, query, top := 5, "where" := NULL, score := NULL, weighting := 'softmax',
+    approximate := NULL
 ) AS TABLE
     SELECT qkv_answer.* FROM (
         SELECT qkv_rows(path, to_json(query)::VARCHAR, to_json({
-            'top': top, 'where': "where", 'score': score, 'weighting': weighting
+            'top': top, 'where': "where", 'score': score, 'weighting': weighting,
+            'approximate': approximate
         })::VARCHAR) AS qkv_found
     ), LATERAL (SELECT * FROM query(qkv_columns(path))) AS qkv_answer;
 

@@ -637,3 +637,37 @@ def test_arrays_of_texts_and_dates_are_lists_of_queries(client: Client) -> None:
     assert client.ask("books", np.array("emma")).value == client.ask("books", "emma").value
     days = np.array(["1988-04-01", "2024-01-01"], "M8[D]")
     assert [a.rows[0].key for a in client.ask("days", days)] == [DAY, datetime.date(2024, 1, 2)]
+
+
+def test_approximate_answers(tmp_path: Path) -> None:
+    """Over HTTP as in-process, with the estimate and its interval."""
+    pytest.importorskip("faiss")
+    keys = np.random.default_rng(0).normal(size=(20_000, 3)).astype(np.float32)
+    score = scores.Gaussian(0.1)
+    path = tmp_path / "points.qkv"
+    with Database.from_columns({"key": keys, "value": np.arange(20_000.0)}, path=path) as D:
+        D.index(score=score)
+    options: dict[str, Any] = {"score": score, "approximate": 0.1}
+    with (
+        serving(path) as (url, _),
+        Client(url) as client,
+        qkv.open(path) as D,
+    ):
+        served = client["points"]
+        for query in keys[:3]:
+            mine, theirs = D.ask(query, **options), served.ask(query, **options)
+            assert theirs.missing_weight == pytest.approx(mine.missing_weight)
+            assert (theirs.recall, theirs.rows_read) == (mine.recall, mine.rows_read)
+            assert theirs.rows_read < 10_000 and theirs.error_bound == 1
+            assert theirs.value == pytest.approx(mine.value)
+            np.testing.assert_allclose(theirs.weights, mine.weights)
+        batch = served.ask(keys[:5], weighting="hard", score=score, approximate=True)
+        assert [answer.value for answer in batch] == list(range(5))
+        np.testing.assert_allclose(
+            served.attend(keys[:2], **options), D.attend(keys[:2], **options), rtol=1e-5
+        )
+        assert served.ask(keys[0]).recall is None
+        with pytest.raises(ValueError, match="approximate"):
+            served.ask(keys[0], approximate="yes")
+        with pytest.raises(ValueError, match="approximate"):
+            served.ask(keys[0], approximate=2)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qkv.answer import Answer
-from qkv.answer_backend import AnswerBackend, Row, ValueWeight
+from qkv.answer_backend import AnswerBackend, MissingWeight, Row, ValueWeight
 from qkv.database.table import cells
 from qkv.errors import ArgumentError, CombinationError
 from qkv.util.formatting import quote_cell
@@ -26,6 +26,7 @@ OPTIONAL_FIELDS = {
     "statistical": "bound_is_probabilistic",
     "shares": "is_normalized",
     "coverage": "coverage",
+    "recall": "recall",
 }
 """Fields that a response may lack, and the attributes of `Answer` for them.
 
@@ -89,6 +90,7 @@ def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -
 
     `ask_again(**options)` sends the query again with more options, and returns the new fields.
     """
+    missing = fields.get("missing_weight")
     answer = Answer(
         query=fields["query"],
         value=fields["value"],
@@ -96,6 +98,7 @@ def answer_from_dict(fields: Mapping[str, Any], ask_again: Callable[..., Any]) -
         values=[ValueWeight(**share) for share in fields["values"]],
         **{name: fields[name] for name in REQUIRED_FIELDS},
         **{name: fields[field] for field, name in OPTIONAL_FIELDS.items() if field in fields},
+        missing_weight=None if missing is None else MissingWeight(*map(float, missing)),
         _backend=ServerBackend(fields, ask_again),
     )
     # The server has more rows than the answer, so its texts are used.

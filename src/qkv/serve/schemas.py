@@ -58,9 +58,16 @@ TOLERANCE_DESCRIPTION = "The largest allowed error of the weights: ½ Σ |weight
 CONFIDENCE_DESCRIPTION = (
     "The probability that the tolerance holds. Below 1, the server may sample rows."
 )
+APPROXIMATE_DESCRIPTION = (
+    "The weight that the rows which are not read may have, by estimate; true means 0.05. Only rows "
+    "that the index finds are read."
+)
 TOLERANCE_PROPERTIES = {
     "tolerance": typed_schema(["number", "null"], TOLERANCE_DESCRIPTION, minimum=0),
     "confidence": typed_schema(["number", "null"], CONFIDENCE_DESCRIPTION, minimum=0, maximum=1),
+    "approximate": typed_schema(
+        ["number", "boolean", "null"], APPROXIMATE_DESCRIPTION, minimum=0, maximum=1
+    ),
 }
 NO_ROWS = typed_schema(
     "string", "Present if no row passes `where`: it names values that the columns have."
@@ -115,6 +122,14 @@ ANSWER_SCHEMA = object_schema(
     },
     weights=list_schema(NUMBER_SCHEMA),
     spread={},
+    missing_weight=typed_schema(
+        ["array", "null"],
+        "With `approximate`: the estimated weight of the rows that were not read, and the ends of "
+        "an interval that is right for 90 % of queries.",
+    ),
+    recall=typed_schema(
+        "number", "With `approximate`: the share of the ten best rows that the index finds."
+    ),
     coverage=typed_schema("number", "The probability that `set` contains the right row."),
     abstains=typed_schema("boolean", "Whether the answer abstains: `set` is empty."),
     set_rows={**COUNT_SCHEMA, "description": "The number of rows in `set`."},
