@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from qkv.errors import ArgumentError, DtypeError
-from qkv.frameworks import tree
+from qkv.frameworks import squares, tree
 from qkv.frameworks.base import (
     BackwardFunction,
     ForwardFunction,
@@ -29,6 +30,7 @@ from qkv.frameworks.base import (
     Tiling,
 )
 from qkv.frameworks.jax_jacobian import jvp_from_vjp
+from qkv.frameworks.squares import NeedsExact
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
 
@@ -148,6 +150,19 @@ class Jax(Framework):
 
     def sigmoid(self, x: Array) -> Array:
         return jax.nn.sigmoid(x)
+
+    def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
+        if power != 2 or not _has_expanded_squares(query, key):
+            return None
+        return _square_with_products(_square_differences, query, key)
+
+    def has_sum_differences(self, query: Array) -> bool:
+        return _has_expanded_squares(query, query)
+
+    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+        if not _has_expanded_squares(query, key):
+            return None
+        return _square_with_products(partial(_expand_squares, needs_exact), query, key)
 
     def slice_span(self, x: Array, span: Span, axis: int) -> Array:
         if x.shape[axis] == 1:
@@ -276,6 +291,101 @@ class Jax(Framework):
         # over processes. Mark all leaves as varying, and JAX transposes that step itself.
         axes = _all_varying_axes(leaves)
         return run_forward(*(_mark_varying(x, axes) for x in leaves))
+
+
+MAX_EXACT_PAIRS_PER_ROW = 16
+"""The most pairs of a query whose square is computed once more, from the differences."""
+
+
+def _has_expanded_squares(query: Array, key: Array) -> bool:
+    """Return whether both are float32 or float64 arrays of the same, known widths and lengths."""
+    if query.dtype != key.dtype or query.dtype not in (jnp.float32, jnp.float64):
+        return False
+    d = query.shape[-1]
+    known = all(isinstance(n, int) and n for n in (*query.shape, *key.shape))
+    return known and d == key.shape[-1] and d >= squares.MIN_EXPANDED_COLUMNS
+
+
+def _square_differences(query: Array, key: Array) -> Array:
+    difference = query[..., :, None, :] - key[..., None, :, :]
+    return jnp.sum(difference * difference, axis=-1)
+
+
+def _centre_rows(query: Array, key: Array) -> tuple[Array, Array]:
+    """Return the rows around the mean key, where products of them lose fewest digits."""
+    rows = jnp.reshape(lax.stop_gradient(key), (-1, key.shape[-1]))
+    centre = jnp.mean(rows, axis=0)
+    query, key = (x - jnp.reshape(centre, (1,) * (x.ndim - 1) + (-1,)) for x in (query, key))
+    return query, key
+
+
+def _square_with_products(square: ArrayFunction, query: Array, key: Array) -> Array:
+    """Return square(query, key), which is ‖q − k‖², with derivatives from matrix products."""
+
+    @jax.custom_jvp
+    def run(query: Array, key: Array) -> Array:
+        with FRAMEWORK.compute_context():
+            return square(query, key)
+
+    @run.defjvp
+    def push_forward(arrays: Arrays, tangents: Arrays) -> tuple[Array, Array]:
+        with FRAMEWORK.compute_context():
+            (q, k), (dq, dk) = _centre_rows(*arrays), tangents
+            along = jnp.sum(q * dq, axis=-1)[..., :, None] + jnp.sum(k * dk, axis=-1)[..., None, :]
+            across = q @ jnp.matrix_transpose(dk) + dq @ jnp.matrix_transpose(k)
+            return run(*arrays), 2.0 * (along - across)
+
+    axes = _all_varying_axes((query, key))
+    out: Array = run(_mark_varying(query, axes), _mark_varying(key, axes))
+    return out
+
+
+def _expand_squares(needs_exact: NeedsExact, query: Array, key: Array) -> Array:
+    """Return ‖q − k‖² by the rule of `squares.expand_squares`, in a graph of fixed shapes."""
+    q, k = _centre_rows(query, key)
+    own = jnp.sum(q * q, axis=-1)[..., :, None], jnp.sum(k * k, axis=-1)[..., None, :]
+    # A comparison with NaN is false.
+    in_range = jnp.max(own[0]) + jnp.max(own[1]) <= squares.MAX_EXPANDED_SQUARE
+    norms = own[0] + own[1]
+    total = jnp.maximum(norms - 2.0 * (q @ jnp.matrix_transpose(k)), 0.0)
+    unit = squares.UNIT_BY_BYTES[query.dtype.itemsize]
+    exact = needs_exact(total, norms * ((query.shape[-1] + 8) * unit))
+    if exact is None:
+        return FRAMEWORK.cond(
+            in_range,
+            lambda total, *_: total,
+            lambda _, query, key: _square_differences(query, key),
+            *(total, query, key),
+        )
+    count = jnp.max(jnp.sum(exact, axis=-1))
+    return FRAMEWORK.cond(
+        jnp.logical_and(in_range, count <= MAX_EXACT_PAIRS_PER_ROW),
+        _square_chosen_differences,
+        lambda total, exact, query, key: _square_differences(query, key),
+        *(total, exact, query, key),
+    )
+
+
+def _square_chosen_differences(total: Array, exact: Array, query: Array, key: Array) -> Array:
+    """Return `total` with the exact squares of the pairs `exact`, one pair of a row at a time."""
+    lead, m = total.shape[:-2], total.shape[-1]
+    query, key = (jnp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (query, key))
+
+    def replace_pair(state: Arrays) -> Arrays:
+        total, exact = state
+        at = jnp.argmax(exact, axis=-1)[..., None]
+        difference = query - jnp.take_along_axis(key, at, axis=-2)
+        chosen = jnp.logical_and(jnp.arange(m) == at, exact)
+        square = jnp.sum(difference * difference, axis=-1, keepdims=True)
+        return jnp.where(chosen, square, total), jnp.logical_and(exact, jnp.logical_not(chosen))
+
+    found: Array = FRAMEWORK.loop_until(
+        lambda state: jnp.logical_not(jnp.any(state[1])),
+        replace_pair,
+        (total, exact),
+        MAX_EXACT_PAIRS_PER_ROW,
+    )[0]
+    return found
 
 
 _PAIR_NUMBERS: dict[Any, int | None] = create_table("frameworks.jax_pair_numbers")
