@@ -18,6 +18,7 @@ import pytest
 
 from qkv import scores, weightings
 from qkv.errors import ArgumentError
+from qkv.frameworks import load_framework
 from tests import formulas
 from tools import mutants as hand_written
 
@@ -116,6 +117,8 @@ EQUIVALENT = {
         "here - nan_scores",  # NaN either way
         "hard - (soft - fw.detach(soft))",  # 0 but for its gradient, which the battery sees
         "k / 0 + NO_POSITION",
+        "at * 0 - NO_POSITION",  # no key is at either
+        "at / 0",
         "two[1] >= one[1]",  # blocks come in order here; test_properties shuffles them
     },
     "average": {  # any constant, over its sum
@@ -270,8 +273,22 @@ def _check_lowered(score, want):
         np.testing.assert_allclose(near[0](QUERY, KEY), want, atol=near[1] + 1e-9)
 
 
+NUMPY = load_framework("numpy")
+
+
 def check_weighting(cls, name, settings):
     weighting = cls(**settings)
+    if name == "Hard" and NUMPY.has_fast_argmax:  # then without it
+        NUMPY.has_fast_argmax = False
+        try:
+            check_weighting(cls, name, settings)
+        finally:
+            NUMPY.has_fast_argmax = True
+    if name == "Hard":
+        factors, k = np.where(rng.random((N, M)) < 0.5, 0.0, 2.0), np.arange(M)[None, :]
+        state = weighting.partial_state(KEY_SCORES.copy(), LIVE, k, (), VALUE, factors)
+        want = (weighting.weights(KEY_SCORES, LIVE, k) * factors) @ VALUE
+        np.testing.assert_allclose(state[2], want, atol=1e-12)
     with np.errstate(all="ignore"):
         for raw in (KEY_SCORES, np.round(KEY_SCORES)):  # the second has ties
             scores = np.abs(raw) if weighting.needs_nonnegative else raw

@@ -92,6 +92,8 @@ class Framework:
     """Whether `compile_function` compiles the plans of calls."""
     reruns_user_code = False
     """Whether a class of the caller runs in each call, so that it sees what its methods read."""
+    has_fast_argmax = False
+    """Whether `argmax` is faster than a comparison with the maximum, and finds the first one."""
     eager_block_numbers = 0
     """Numbers of a block on a CPU where an operation takes long to start; 0: blocks fit caches."""
     has_immutable_arrays = False
@@ -471,6 +473,10 @@ class Framework:
         """
         order = self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :k]
         return self.take_along_last(x, order), order
+
+    def take_rows(self, x: Array, at: Array) -> Array:
+        """Return the rows (…, r, d) of x (…, m, d) at the positions `at` (…, r, 1)."""
+        return self.xp.take_along_axis(x, at, axis=-2)
 
     def take_along_last(self, x: Array, at: Array) -> Array:
         """Return the elements of the last axis at these positions."""

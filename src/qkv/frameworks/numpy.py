@@ -95,7 +95,7 @@ except (ImportError, TypeError):  # other versions of NumPy
 class NumPy(Framework):
     name = "numpy"
     array_types = (numpy.ndarray,)
-    supports_masked_gather = True
+    supports_masked_gather = has_fast_argmax = True
     xp = _array_namespace()
 
     def dtype_name(self, x: Array) -> str:

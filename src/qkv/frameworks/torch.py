@@ -382,7 +382,7 @@ _graph_node_op.register_autograd(_backward_op, setup_context=_save_for_backward)
 class Torch(Framework):
     name = "torch"
     xp = array_api_compat.torch
-    has_gradients = has_random_generator = True
+    has_gradients = has_random_generator = has_fast_argmax = True
     array_types = (torch.Tensor, torch.nn.Parameter)
 
     def split_nested(self, x: Array) -> list[Array] | None:
@@ -626,8 +626,11 @@ class Torch(Framework):
         best, at = torch.sort(x, dim=-1, descending=True, stable=True)
         return best[..., :k], at[..., :k]
 
+    def take_rows(self, x: Array, at: Array) -> Array:
+        return torch.take_along_dim(x, at.long(), -2)
+
     def take_along_last(self, x: Array, at: Array) -> Array:
-        return torch.gather(x, -1, at)  # take_along_axis compiles a graph per length
+        return torch.gather(x, -1, at.long())  # take_along_axis compiles a graph per length
 
     # In place, unless autograd needs the inputs.
 

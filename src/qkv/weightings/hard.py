@@ -76,6 +76,9 @@ class Hard(Weighting):
         fw = get_framework(scores)
         if scores.shape[-1] == 0:
             return fw.astype(fw.full(top.shape, 0.0, top), "int32") + NO_POSITION
+        if fw.has_fast_argmax:
+            best = fw.xp.argmax(fw.fill_unless(scores, live, -INFINITY), axis=-1, keepdims=True)
+            return fw.take_positions(fw.xp.reshape(k, (-1,)), best)
         is_top = scores == top
         if live is not None:
             is_top = fw.xp.logical_and(is_top, live)
@@ -85,7 +88,12 @@ class Hard(Weighting):
     def block_weights(self, scores: Array, live: LiveMask, k: Array, row_facts: State) -> Array:
         fw = get_framework(scores)
         at, top = row_facts[:2]
-        here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype_name(scores))
+        there = fw.xp.where(top > -INFINITY, at, at * 0 + NO_POSITION)
+        here = fw.astype(k == there, fw.dtype_name(scores))
+        if not fw.needs_gradient([scores]):
+            has_nan = fw.concrete_value(fw.xp.any(fw.xp.isnan(top)))
+            if has_nan is not None and not has_nan:
+                return here
         nan_scores = fw.fill_unless(scores * 0.0, fw.xp.isnan(top))  # a live NaN must propagate
         return fw.fill_unless(here + nan_scores, live)
 
@@ -105,16 +113,31 @@ class Hard(Weighting):
         value: Array,
         dropout_mask: DropoutMask,
     ) -> State:
-        top = live_row_max(scores, live)
+        fw, top = get_framework(scores), live_row_max(scores, live)
         at = self.argmax_position(scores, live, k, top)
-        weight = self.block_weights(scores, live, k, (at, top))
-        pooled = pool_by_weights(weight, value, live, dropout_mask, sparse=True)
+        if fw.has_fast_argmax and 0 not in scores.shape and not fw.needs_gradient([scores]):
+            pooled = self._take_values(at - k[..., :1], top, value, dropout_mask)
+        else:
+            weight = self.block_weights(scores, live, k, (at, top))
+            pooled = pool_by_weights(weight, value, live, dropout_mask, sparse=True)
         soft = (
             SOFTMAX.partial_state(scores, live, k, (), value, dropout_mask)
             if self.straight_through
             else ()
         )
         return top, at, pooled, *soft
+
+    def _take_values(self, at: Array, top: Array, value: Array, dropout_mask: DropoutMask) -> Array:
+        """Return the value at each row's position; 0 for an empty row, NaN for a NaN score."""
+        fw = get_framework(value)
+        has_key = top > -INFINITY
+        at = fw.xp.where(has_key, at, at * 0)
+        value = fw.xp.broadcast_to(value, (*at.shape[:-2], *value.shape[-2:]))
+        out = fw.take_rows(value, at)
+        if dropout_mask is not None:
+            factor = fw.take_along_last(dropout_mask, at)
+            out = fw.fill_unless(out * factor, factor != 0)
+        return fw.fill_unless(fw.fill_unless(out, has_key), top == top, float("nan"))
 
     def merge(self, one: State, two: State) -> State:
         xp = get_framework(one[0]).xp
