@@ -80,6 +80,7 @@ def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
         "tags": "JSON",
         "weight": "DOUBLE",
         "rank": "BIGINT",
+        "confidence": "DOUBLE",
     }
     with qkv.open(books) as database:
         answer = database.ask("a whale", top=2)
@@ -87,6 +88,7 @@ def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
     assert [row["title"] for row in rows] == [row.record["title"] for row in answer.rows]
     np.testing.assert_allclose([row["weight"] for row in rows], [r.weight for r in answer.rows])
     assert [row["rank"] for row in rows] == [1, 2]
+    assert [row["confidence"] for row in rows] == pytest.approx([answer.confidence] * 2)
     assert {name: rows[0][name] for name in ("year", "price", "vector", "seen", "tags")} == {
         "year": 1851,
         "price": 2.5,
@@ -168,8 +170,8 @@ def test_a_column_of_any_name_is_a_column(con, tmp_path):
     with qkv.open(tmp_path / "odd.qkv", key="a", value='x"; DROP TABLE t; --') as database:
         database.extend([{"a": "k", 'x"; DROP TABLE t; --': 1, "weight": 7}])
     result = con.execute("FROM qkv_ask(?, 'k')", [str(tmp_path / "odd.qkv")]).fetchdf()
-    assert list(result) == ["a", 'x"; DROP TABLE t; --', "weight", "weight_1", "rank"]
-    assert result.values.tolist() == [["k", 1, 7, 1.0, 1]]
+    assert list(result) == ["a", 'x"; DROP TABLE t; --', "weight", "weight_1", "rank", "confidence"]
+    assert result.values.tolist() == [["k", 1, 7, 1.0, 1, 0.99]]
 
 
 # qkv_join

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_ANSWER_ROWS_TYPE = 'STRUCT(cells VARCHAR[], weight DOUBLE, "rank" BIGINT)[]'
+_ANSWER_ROWS_TYPE = 'STRUCT(cells VARCHAR[], weight DOUBLE, "rank" BIGINT, confidence DOUBLE)[]'
 _PAIRS_TYPE = 'STRUCT(l BIGINT, r BIGINT, weight DOUBLE, "rank" BIGINT)[]'
 
 # qkv_attend takes vectors: the lambdas turn each number into a vector of width 1.
@@ -107,7 +107,7 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
 
 
 def _answer_columns_sql(path: str) -> str:
-    """Return the SQL that unpacks an answer's rows into typed columns, weight and rank."""
+    """Return the SQL that unpacks an answer's rows into typed columns, weight, rank, confidence."""
     if path is None:
         raise ArgumentError("qkv_ask: the path is NULL: pass the path of a database, 'books.qkv'")
     with open(path, create=False) as database:
@@ -116,7 +116,9 @@ def _answer_columns_sql(path: str) -> str:
         f"r.cells[{position}]::{kind} AS {quote_identifier(name)}"
         for position, (name, kind) in enumerate(types.items(), start=1)
     ]
-    columns = ", ".join([*cells, "r.weight AS weight", 'r."rank" AS "rank"'])
+    columns = ", ".join(
+        [*cells, "r.weight AS weight", 'r."rank" AS "rank"', "r.confidence AS confidence"]
+    )
     return f"SELECT {columns} FROM (SELECT unnest(qkv_found) AS r)"
 
 
@@ -160,11 +162,13 @@ def _answer_rows(paths: Any, queries: Any, options: Any) -> Any:
                         ],
                         "weight": row.weight,
                         "rank": rank,
+                        "confidence": answer.confidence,
                     }
                     for rank, row in enumerate(answer.rows, start=1)
                 ]
     strings = pyarrow.list_(pyarrow.string())
-    fields = {"cells": strings, "weight": pyarrow.float64(), "rank": pyarrow.int64()}
+    double = pyarrow.float64()
+    fields = {"cells": strings, "weight": double, "rank": pyarrow.int64(), "confidence": double}
     return pyarrow.array(
         map(rows_by_position.get, range(len(calls))), pyarrow.list_(pyarrow.struct(fields))
     )

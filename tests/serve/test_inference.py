@@ -64,7 +64,7 @@ def test_the_server_and_its_models_tell_what_they_are(client: Any) -> None:
     assert about["inputs"] == [{"name": "query", "datatype": "FP32", "shape": [-1, 6]}]
     outputs = {output["name"]: output for output in about["outputs"]}
     assert outputs["value"] == {"name": "value", "datatype": "FP32", "shape": [-1, 3]}
-    assert list(outputs) == ["value", "weights", "rows", "keys", "entropy"]
+    assert list(outputs) == ["value", "weights", "rows", "keys", "entropy", "confidence"]
     for name, datatype in {"names": "BYTES", "gpa": "FP64", "places": "BYTES"}.items():
         assert client.get_model_metadata(name)["inputs"][0]["datatype"] == datatype
 
@@ -75,7 +75,7 @@ def test_vectors_are_answered_as_in_process(
     client: Any, store: Path, into: bool, out: bool
 ) -> None:
     query = RNG.standard_normal((3, 6)).astype(np.float32)
-    names = ["value", "weights", "rows", "entropy"]
+    names = ["value", "weights", "rows", "entropy", "confidence"]
     outputs = [triton.InferRequestedOutput(name, binary_data=out) for name in names]
     result = client.infer(
         "vectors", [encode_input(query, "FP32", into)], outputs=outputs, request_id="7"
@@ -89,15 +89,19 @@ def test_vectors_are_answered_as_in_process(
     places = [[row.index for row in answer.rows] for answer in answers]
     np.testing.assert_array_equal(result.as_numpy("rows"), places)
     np.testing.assert_allclose(result.as_numpy("entropy"), [a.entropy for a in answers], rtol=1e-5)
+    assert np.isnan(result.as_numpy("confidence")).all()  # keys are vectors
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_texts_are_answered_with_the_heaviest_value(client: Any, binary: bool) -> None:
+def test_texts_are_answered_with_the_heaviest_value(client: Any, store: Path, binary: bool) -> None:
     query = np.array(["Lee", "Smolla"], dtype=object)
     result = client.infer("names", [encode_input(query, "BYTES", binary)], parameters={"top": 2})
     assert result.as_numpy("value").tolist() == [b"Mu", b"Alex"]
     assert result.as_numpy("keys")[:, 0].tolist() == [b"Li", b"Smola"]
     assert result.as_numpy("weights").shape == (2, 2)
+    with qkv.open(store / "names.qkv") as database:
+        expected = [answer.confidence for answer in database.ask(["Lee", "Smolla"])]
+    np.testing.assert_allclose(result.as_numpy("confidence"), expected, rtol=1e-5)
 
 
 def test_numbers_are_pooled_as_parameters_say(client: Any) -> None:

@@ -3,8 +3,9 @@
 The input `query` has the type of the keys: texts are BYTES (n), numbers FP64 (n), vectors FP32
 (n, d), and other keys BYTES (n) with JSON.
 
-The outputs `value` (n, …) and `entropy` (n) have an entry per query. The outputs `weights`, `rows`
-and `keys`, each (n, top), are the weights, positions and keys of the `top` heaviest rows.
+The outputs `value` (n, …), `entropy` (n) and `confidence` (n) have an entry per query. The outputs
+`weights`, `rows` and `keys`, each (n, top), are the weights, positions and keys of the `top`
+heaviest rows.
 """
 
 from __future__ import annotations
@@ -260,6 +261,7 @@ def _describe_outputs(served: ServedDatabase) -> dict[str, dict[str, Any]]:
         "rows": {"datatype": "INT64", "shape": [-1, -1]},
         "keys": {"datatype": "BYTES", "shape": [-1, -1]},
         "entropy": {"datatype": "FP64", "shape": [-1]},
+        "confidence": {"datatype": "FP64", "shape": [-1]},
     }
 
 
@@ -269,8 +271,9 @@ def _build_tensor(name: str, spec: Mapping[str, Any], answers: list[Answer], top
     If an answer has fewer than `top` rows, the rest has the position −1 and the weight 0.
     """
     datatype, shape = spec["datatype"], [len(answers), *spec["shape"][1:]]
-    if name == "entropy":
-        return Tensor(datatype, np.array([answer.entropy for answer in answers], np.float64))
+    if name in ("entropy", "confidence"):  # a confidence of None becomes NaN
+        numbers = [getattr(answer, name) for answer in answers]
+        return Tensor(datatype, np.array(numbers, np.float64))
     if name == "value":
         return Tensor(datatype, _collect_values(answers, datatype, shape))
     shape[1] = top
