@@ -26,6 +26,8 @@ class Plain:
     directions = ("forward",)
     each = True
     """Whether a call is complete when it returns."""
+    first_calls = 1
+    """How many calls take longer than the later ones."""
 
     def __init__(self) -> None:
         self.xp = np
@@ -414,6 +416,7 @@ class PlainTensorFlow(Plain):
     name = "tensorflow"
     modes = ("eager", "jit")
     """The second is `tf.function`."""
+    first_calls = 2  # the second one traces the plan
     dtypes = ("f32",)
     directions = ("forward", "both")
 
