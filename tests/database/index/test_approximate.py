@@ -204,6 +204,27 @@ def test_conditions(databases):
         assert answer.missing_weight[1:] == (0, 1)  # not measured under conditions
 
 
+def test_conditions_that_depend_on_the_keys():
+    """All rows near the query fail the condition: more lists are read, with the same recall."""
+    x = make_keys()
+    side = (x[:, 0] > 0).astype(float)
+    D = qkv.Database.from_columns(
+        {"key": x, "value": np.arange(float(ROWS)), "side": side}, key="key", value="value"
+    )
+    score = scores.Gaussian(1.0)
+    D.index(score=score)
+    hits = total = 0
+    for q in make_queries(30):
+        q = np.where(np.arange(WIDTH) == 0, 4.0, q)
+        options = {"score": score, "where": "side == 0", "weighting": TopK(10), "top": 10}
+        answer, exact = D.ask(q, approximate=True, **options), D.ask(q, **options)
+        assert all(side[row.index] == 0 for row in answer.rows)
+        assert answer.rows_read < ROWS / 2
+        hits += len({row.index for row in answer.rows} & {row.index for row in exact.rows})
+        total += len(exact.rows)
+    assert hits / total >= 0.9
+
+
 def test_new_and_deleted_rows_are_seen_at_once(databases):
     x = make_keys()
     score = scores.Gaussian(0.3)

@@ -76,12 +76,10 @@ class SearchPlan(NamedTuple):
     min_best_score: float
 
     def search(self, queries: np.ndarray, effort: Effort) -> FoundRows:
-        """Search with an effort; a condition that few rows pass makes more lists necessary."""
-        share = self.selection.row_count / max(self.row_index.total, 1)
-        lists = min(round(effort.lists / share), self.row_index.list_count)
+        """Search with an effort."""
         estimates_rest = self.missing_weight is not None
         options = (self.metric, self.selection, estimates_rest)
-        return self.row_index.search(queries, lists, effort.rows, *options)
+        return self.row_index.search(queries, effort.lists, effort.rows, *options)
 
     def select_candidates(self, positions: np.ndarray) -> CandidateRows:
         """Return the rows that were found, and all selected rows without an index."""
@@ -192,6 +190,9 @@ def answer_approximately(
     for i, (candidates, log_rest, effort) in enumerate(find_candidates(plan, code)):
         check_deadline()
         one = queries[i : i + 1]
+        if not len(candidates.positions):
+            answers += _answer_exactly(executor, one, "the index found no row")
+            continue
         answer = _answer_from(executor, plan, candidates, log_rest, effort, one)
         for effort in plan.efforts[1:]:
             missing = answer.missing_weight
@@ -318,6 +319,8 @@ def attend_approximately(
     if not plan.metric.fits_float32(host):
         return None
     for i, (candidates, _, _) in enumerate(find_candidates(plan, host)):
+        if not len(candidates.positions):
+            return None
         rows = view.open_vectors(candidates, value=True)
         outs.append(attend_rows(rows, query[i : i + 1], score=score, weighting=weighting))
     return fw.xp.concat(outs, axis=0)

@@ -35,6 +35,13 @@ class FoundRows(NamedTuple):
     log_rest: np.ndarray
 
 
+class _AllowedRows(NamedTuple):
+    """The rows that a search may return: their bits in each part (None: all), and `counts` (L,)."""
+
+    bits: list[np.ndarray | None]
+    counts: np.ndarray
+
+
 class _IndexedPart(NamedTuple):
     """A segment with an index, as one version sees it.
 
@@ -82,7 +89,7 @@ class RowIndex:
         _forget_other_indexes(view.snapshot, parts)
         self.total, self.list_count = start, first_list
         self.unindexed = np.concatenate([np.zeros(0, np.int64), *unindexed])
-        self._allowed_bits: tuple[RowSelection | None, list[np.ndarray | None]] | None = None
+        self._allowed: tuple[RowSelection | None, _AllowedRows] | None = None
 
     @cached_property
     def _ranks(self) -> list[np.ndarray | None]:
@@ -101,16 +108,6 @@ class RowIndex:
         return np.concatenate([part.segment_index.spread for part in self.parts]).astype(float)
 
     @cached_property
-    def _list_counts(self) -> np.ndarray:
-        """The number of live rows of each list, (L,), as if deletions were spread evenly."""
-        return np.concatenate(
-            [
-                part.segment_index.counts * (part.live_count / part.segment_index.rows)
-                for part in self.parts
-            ]
-        )
-
-    @cached_property
     def rows_per_list(self) -> float:
         return (self.total - len(self.unindexed)) / max(self.list_count, 1)
 
@@ -125,7 +122,8 @@ class RowIndex:
     ) -> FoundRows:
         """Return up to `count` near rows of each query (n, d), from the `lists` nearest lists.
 
-        The queries are prepared for the metric. Only live rows of the selection are returned.
+        The queries are prepared for the metric. Only live rows of the selection are returned. If
+        some rows are not, more lists are read, so that they have as many selected rows.
         Without `estimates_rest`, `log_rest` is NaN.
         """
         step = max(MAX_SCORES_PER_SEARCH // max(self.list_count, 1), 1)
@@ -150,13 +148,19 @@ class RowIndex:
         estimates_rest: bool,
     ) -> FoundRows:
         check_deadline()
-        n, lists = len(queries), min(lists, self.list_count)
-        similarity = self._list_similarity(queries, metric)
-        nearest = np.argpartition(-similarity, lists - 1, axis=1)[:, :lists]
+        allowed = self._find_allowed_rows(selection)
+        n, similarity = len(queries), self._list_similarity(queries, metric)
+        lists = min(lists, self.list_count)
+        if selection is None or selection.mask is None:
+            nearest = np.argpartition(-similarity, lists - 1, axis=1)[:, :lists]
+        else:
+            nearest = np.argsort(-similarity, axis=1, kind="stable")
+            read = np.cumsum(allowed.counts[nearest], axis=1)
+            needed = (read < lists * self.rows_per_list).sum(axis=1) + 1
+            nearest = nearest[:, : int(needed.max(initial=1))]
         closeness = np.take_along_axis(similarity, nearest, axis=1)
         parts: list[tuple[np.ndarray, np.ndarray]] = []
-        allowed = self._find_allowed_bits(selection)
-        for part, bits, ranks in zip(self.parts, allowed, self._ranks, strict=True):
+        for part, bits, ranks in zip(self.parts, allowed.bits, self._ranks, strict=True):
             local = nearest - part.first_list
             local = np.where((local >= 0) & (local < part.segment_index.list_count), local, -1)
             size = min(count, part.segment_index.rows)
@@ -167,10 +171,11 @@ class RowIndex:
         order = np.argsort(-nearness, axis=1, kind="stable")[:, :count]
         positions = np.take_along_axis(positions, order, axis=1)
         nearness = np.take_along_axis(nearness, order, axis=1)
-        share = 1.0 if selection is None else selection.row_count / max(self.total, 1)
         log_rest = np.full(n, np.nan)
         if estimates_rest:
-            log_rest = self._estimate_rest(queries, similarity, nearest, nearness, metric, share)
+            log_rest = self._estimate_rest(
+                queries, similarity, nearest, nearness, metric, allowed.counts
+            )
         return FoundRows([row[row >= 0] for row in positions.reshape(n, -1)], log_rest)
 
     def _list_similarity(self, queries: np.ndarray, metric: IndexMetric) -> np.ndarray:
@@ -197,7 +202,7 @@ class RowIndex:
         nearest: np.ndarray,
         nearness: np.ndarray,
         metric: IndexMetric,
-        share: float,
+        counts: np.ndarray,
     ) -> np.ndarray:
         """Return the estimated log Σ exp(score), (n,), over the rows that were not found.
 
@@ -211,7 +216,7 @@ class RowIndex:
             similarity = similarity - spread * self._list_means.shape[1] / 2
         else:
             variance = np.square(queries.astype(float)).sum(axis=1)[:, None] * spread
-        log_count = np.log(np.maximum(self._list_counts * share, 1e-300))
+        log_count = np.log(np.maximum(counts, 1e-300))
         limit = np.sqrt(2 * np.maximum(log_count, 0))
         deviation = slope * np.sqrt(variance)
         gain = np.where(deviation < limit, deviation**2 / 2, limit * deviation - limit**2 / 2)
@@ -219,8 +224,8 @@ class RowIndex:
         chosen = np.take_along_axis(log_mass, nearest, axis=1)
         np.put_along_axis(log_mass, nearest, -np.inf, axis=1)
         # In the lists that were read, no other row is nearer than the last one that was found.
-        read = (np.take_along_axis(np.exp(log_count)[None], nearest, axis=1)).sum(axis=1)
-        left = read - np.isfinite(nearness).sum(axis=1)
+        left = counts[nearest].sum(axis=1)
+        left = left - np.isfinite(nearness).sum(axis=1)
         last = np.where(np.isfinite(nearness), nearness, np.inf).min(axis=1).astype(float)
         with np.errstate(divide="ignore"):
             most = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + slope * last, -np.inf)
@@ -229,14 +234,26 @@ class RowIndex:
         unread = np.where(left > 0, unread, -np.inf)
         return np.asarray(np.logaddexp(log_sum_exp(log_mass), unread))
 
-    def _find_allowed_bits(self, selection: RowSelection | None) -> list[np.ndarray | None]:
-        """Return for each part the bits of its rows that may be returned; None if all may be."""
+    def _find_allowed_rows(self, selection: RowSelection | None) -> _AllowedRows:
         if selection is not None and selection.mask is None:
             selection = None
-        cached = self._allowed_bits
+        cached = self._allowed
         if cached is None or cached[0] is not selection:
-            bits = [_pack_allowed_rows(part, selection) for part in self.parts]
-            self._allowed_bits = cached = selection, bits
+            rows = [_find_allowed_rows_of_part(part, selection) for part in self.parts]
+            pairs = [
+                (part.segment_index.counts, None)
+                if allowed is None
+                else (
+                    np.add.reduceat(
+                        allowed[part.segment_index.row_of_entry].astype(np.int64),
+                        part.segment_index.start[:-1],
+                    ),
+                    np.packbits(allowed, bitorder="little"),
+                )
+                for part, allowed in zip(self.parts, rows, strict=True)
+            ]
+            counts = np.concatenate([np.zeros(0, np.int64), *(x for x, _ in pairs)])
+            self._allowed = cached = selection, _AllowedRows([x for _, x in pairs], counts)
         return cached[1]
 
 
@@ -271,8 +288,10 @@ def read_part_vectors(
     return metric.prepare_vectors(chunk.live_vectors())
 
 
-def _pack_allowed_rows(part: _IndexedPart, selection: RowSelection | None) -> np.ndarray | None:
-    """Return the bits of the live and selected rows of a segment, or None if all rows are."""
+def _find_allowed_rows_of_part(
+    part: _IndexedPart, selection: RowSelection | None
+) -> np.ndarray | None:
+    """Return a mask of the live and selected rows of a segment, or None if all rows are."""
     if selection is None and part.live is None and part.rows == part.segment_index.rows:
         return None
     allowed = np.zeros(part.segment_index.rows, bool)
@@ -280,7 +299,7 @@ def _pack_allowed_rows(part: _IndexedPart, selection: RowSelection | None) -> np
     rows[:] = True if part.live is None else part.live
     if selection is not None and selection.mask is not None:
         rows[rows] = selection.mask[part.start : part.start + part.live_count]
-    return np.packbits(allowed, bitorder="little")
+    return allowed
 
 
 _INDEXES_BY_STORE: WeakKeyDictionary[Any, dict[tuple[str, str], SegmentIndex]] = WeakKeyDictionary()

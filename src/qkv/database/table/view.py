@@ -46,6 +46,9 @@ if TYPE_CHECKING:  # these modules are loaded when keys are encoded
 ROWS_PER_CHUNK = 8192
 """The number of rows that are read at a time."""
 
+MAX_GATHERED_ROWS = 2**14
+"""Up to this number of candidates are copied into one array."""
+
 HINT_SAMPLE_ROWS, MAX_HINT_ITEMS = 256, 5
 """The number of rows in which a hint looks for values, and how many columns and values it names."""
 
@@ -506,11 +509,15 @@ class TableView:
         after a segment was read.
         """
         selection = selection or RowSelection(len(self.ids))
-        positions = selection.positions
+        positions, gathered = selection.positions, list[RowChunk]()
 
         def read_segments(fields: Collection[str] = ()) -> Iterable[RowChunk]:
             if isinstance(selection, CandidateRows):
-                return self._read_rows_at(selection.positions, named)
+                if len(selection.positions) > MAX_GATHERED_ROWS:
+                    return self._read_rows_at(selection.positions, named)
+                if not gathered:  # scores and values are read one after the other
+                    gathered.append(self._gather_rows(selection.positions, named))
+                return gathered
             parts = self._read_segments(
                 [name for field in fields for name in TENSORS_BY_FIELD[field]]
             )
@@ -557,6 +564,21 @@ class TableView:
                 tensors[name][rows] if name in tensors else None for name in (value_name, "scale")
             )
             yield RowChunk(tensors["code"][rows], value, scale=scale)
+
+    def _gather_rows(self, positions: np.ndarray, value_name: str) -> RowChunk:
+        """Return the rows at ascending positions in one chunk."""
+        chunks = list(self._read_rows_at(positions, value_name))
+        if len(chunks) == 1:
+            return chunks[0]
+        keys, values, scales = (
+            [np.asarray(x) for x in parts if x is not None]
+            for parts in zip(*((x.key, x.value, x.scale) for x in chunks), strict=True)
+        )
+        return RowChunk(
+            np.concatenate(keys),
+            np.concatenate(values) if values else None,
+            scale=np.concatenate(scales) if scales else None,
+        )
 
     @cached_property
     def _located_parts(self) -> tuple[np.ndarray, list[Segment], list[np.ndarray | None]]:
