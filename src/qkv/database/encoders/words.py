@@ -165,8 +165,10 @@ def _split_words(text: str) -> list[str]:
 def _tokenize_words(words: list[str]) -> list[bytes]:
     """Return the token ids of each word, as the bytes of an int32 array."""
     # Look up each word only once: another thread may clear the cache at any time.
-    cached = {word: _TOKEN_CACHE.get(word) for word in words}
-    missing = [word for word, ids in cached.items() if ids is None]
+    found = list(map(_TOKEN_CACHE.get, words))
+    missing = list(dict.fromkeys(w for w, ids in zip(words, found, strict=True) if ids is None))
+    if not missing:
+        return found  # type: ignore[return-value]
     added = {
         word: array(_ID_CODE, ids).tobytes()
         for word, ids in zip(missing, _token_ids(missing), strict=True)
@@ -176,7 +178,7 @@ def _tokenize_words(words: list[str]) -> list[bytes]:
     _TOKEN_CACHE.update(
         (word, ids) for word, ids in added.items() if len(word) <= MAX_CACHED_LETTERS
     )
-    return [added[word] if (ids := cached[word]) is None else ids for word in words]
+    return [added[w] if ids is None else ids for w, ids in zip(words, found, strict=True)]
 
 
 def _token_ids(words: list[str]) -> Iterable[list[int]]:
