@@ -12,6 +12,7 @@ import pytest
 import qkv
 from qkv import scores
 from qkv.database.errors import KeyNotFoundError
+from qkv.database.query import executor
 from qkv.weightings import Softmax, TopK
 
 pytest.importorskip("faiss")
@@ -484,3 +485,17 @@ def test_no_queries(databases):
     D, _, score = databases["gaussian"]
     assert D.ask(np.zeros((0, WIDTH)), score=score, approximate=True) == []
     assert D.attend(np.zeros((0, WIDTH)), score=score, approximate=True).shape == (0, 1)
+
+
+def test_hint(monkeypatch):
+    """An exact answer over many rows says that the index would be faster; others do not."""
+    x = make_keys(10_000)
+    D = qkv.Database(x, np.arange(10_000.0))
+    monkeypatch.setattr(executor, "MIN_INDEX_HINT_ROWS", 5_000)
+    assert "approximate" not in D.ask(x[0]).hint
+    D.index(recall=0.5)
+    assert "approximate=True would read only a few of the 10,000 rows" in str(D.ask(x[0]))
+    for options in ({"approximate": True}, {"tolerance": 0.1}, {"where": "value < 100"}):
+        assert "approximate=True" not in D.ask(x[0], **options).hint
+    hard = D.ask(x[0], weighting="hard", approximate=True)
+    assert hard.rows_read < 5_000 and not hard.hint

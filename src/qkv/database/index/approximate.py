@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -175,6 +176,8 @@ def answer_approximately(
 
     If the index cannot serve the call, the answers are exact, and their `engine` says why.
     """
+    executor = copy.copy(executor)
+    vars(executor)["index_hint"] = ""
     if executor.index_refusal:
         return _answer_exactly(executor, queries, executor.index_refusal)
     view = executor.view
@@ -256,6 +259,7 @@ class CandidateExecutor(QueryExecutor):
         )
         self.exact_executor, self.plan, self.effort = executor, plan, effort
         self.candidates, self.log_rest = candidates, log_rest
+        vars(self)["index_hint"] = ""
         # The rows that may take part, not only those that are read.
         self.row_count, self.where = executor.row_count, executor.where
 

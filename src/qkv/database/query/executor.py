@@ -49,6 +49,9 @@ MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
 In a larger batch, an answer computes its weights again when they are read.
 """
 
+MIN_INDEX_HINT_ROWS = 10**6
+"""With this many rows and an index, an exact answer says that an approximate one is faster."""
+
 MAX_VOTING_ROWS = 1024
 """The number of rows whose values are compared, for the total weight of each value."""
 
@@ -94,6 +97,14 @@ class QueryExecutor(RowScan):
             "score": describe_component(self.score),
             "weighting": describe_component(self.weighting),
         }
+
+    @cached_property
+    def index_hint(self) -> str:
+        """Advice to use the index, if there is one and the table is large; else ""."""
+        has_index = "index" in self.view.settings and not self.index_refusal
+        if not has_index or self.row_count < MIN_INDEX_HINT_ROWS or self.tolerance is not None:
+            return ""
+        return f"approximate=True would read only a few of the {self.row_count:,} rows"
 
     def without_row(self, position: int) -> QueryExecutor:
         selection = self._selection_without(position)
@@ -459,7 +470,8 @@ class LocalBackend(AnswerBackend):
         )
         if is_uniform and not _separates_scores(executor.weighting):
             return ""
-        return executor.view.encoder.score_hint(self.query, rows[0].key, is_uniform)
+        hint = executor.view.encoder.score_hint(self.query, rows[0].key, is_uniform)
+        return hint or executor.index_hint
 
     def collect_source(self, most: int) -> SourceRows:
         return self.executor.collect_source(self.query, np.asarray(self._row_weights()), most)
