@@ -313,7 +313,7 @@ def _build_masked_tiling(
             spans = [span for span in grid if span.start < end and start < span.start + span.size]
         else:
             spans = split_spans(fw, end, cols, start)
-        verdicts = ((span, rule.block_verdict(queries, span, n, m)) for span in spans)
+        verdicts = zip(spans, rule.block_verdicts(queries, spans, n, m), strict=True)
         return [
             span._replace(is_unmasked=verdict is True)
             for span, verdict in verdicts

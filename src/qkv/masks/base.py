@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import signature
@@ -47,6 +47,12 @@ class Mask(Record):
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         """Return whether all (True) or no (False) pairs of a block count; None: unknown."""
         return None
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
+        """Return `block_verdict` of each span of keys. Masks with arrays read them once for all."""
+        return [self.block_verdict(rows, cols, n, m) for cols in spans]
 
     def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
         """Return start and end of a range of keys that contains all keys these queries may see."""
@@ -147,10 +153,16 @@ class AndMask(PairMask):
         return max(a, c), min(b, d)
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
-        a, b = (x.block_verdict(rows, cols, n, m) for x in (self.one, self.two))
-        if a is False or b is False:
-            return False
-        return True if a and b else None
+        return self.block_verdicts(rows, [cols], n, m)[0]
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
+        parts = (x.block_verdicts(rows, spans, n, m) for x in (self.one, self.two))
+        return [
+            False if a is False or b is False else (True if a and b else None)
+            for a, b in zip(*parts, strict=True)
+        ]
 
 
 class OrMask(PairMask):
@@ -166,10 +178,16 @@ class OrMask(PairMask):
         return min(a, c), max(b, d)
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
-        a, b = (x.block_verdict(rows, cols, n, m) for x in (self.one, self.two))
-        if a or b:
-            return True
-        return False if a is False and b is False else None
+        return self.block_verdicts(rows, [cols], n, m)[0]
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
+        parts = (x.block_verdicts(rows, spans, n, m) for x in (self.one, self.two))
+        return [
+            True if a or b else (False if a is False and b is False else None)
+            for a, b in zip(*parts, strict=True)
+        ]
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,8 +204,13 @@ class NotMask(CompoundMask):
         return get_framework(a).xp.logical_not(a)
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
-        a = self.one.block_verdict(rows, cols, n, m)
-        return None if a is None else not a
+        return self.block_verdicts(rows, [cols], n, m)[0]
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
+        verdicts = self.one.block_verdicts(rows, spans, n, m)
+        return [None if a is None else not a for a in verdicts]
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,16 +238,24 @@ class ArrayMask(Mask):
         return part != -float("inf") if self.is_bias else part
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        return self.block_verdicts(rows, [cols], n, m)[0]
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
         host = host_values(self.values)
         if host is None:
-            return None
-        high, wide = (
-            slice(None) if size == 1 else slice(span.start, span.start + span.size)
-            for size, span in zip(host.shape[-2:], (rows, cols), strict=True)
-        )
-        host = host[..., high, wide]
+            return [None] * len(spans)
+        if host.shape[-2] != 1:
+            host = host[..., rows.start : rows.start + rows.size, :]
         live = host if host.dtype == bool else host != -np.inf
-        return True if live.all() else (None if live.any() else False)
+        width = live.shape[-1]
+        # One number for each key: the axes before it are small, or contiguous with it.
+        every, some = (x(live.reshape(-1, width), axis=0) for x in (np.all, np.any))
+        parts = [slice(None) if width == 1 else slice(x.start, x.start + x.size) for x in spans]
+        return [
+            True if every[part].all() else (None if some[part].any() else False) for part in parts
+        ]
 
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         shape, full = tuple(self.values.shape), (*lead, n, m)

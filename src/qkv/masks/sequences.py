@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -153,16 +154,26 @@ class Documents(Mask):
         return Documents(*(to_framework_integers(x, like, clips=False) for x in ids))
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        return self.block_verdicts(rows, [cols], n, m)[0]
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
         q, k = host_values(self.query_ids), host_values(self.key_ids)
         if q is None or k is None:
-            return None
+            return [None] * len(spans)
         q = q[..., rows.start : rows.start + rows.size]
-        k = k[..., cols.start : cols.start + cols.size]
         if not q.size or not k.size:
-            return None
-        if q.max() < k.min() or k.max() < q.min():
-            return False
-        return True if q.min() == q.max() == k.min() == k.max() else None
+            return [None] * len(spans)
+        least, most = q.min(), q.max()
+        parts = (k[..., cols.start : cols.start + cols.size] for cols in spans)
+        ends = ((part.min(), part.max()) for part in parts)
+        return [
+            False
+            if most < low or high < least
+            else (True if least == most == low == high else None)
+            for low, high in ends
+        ]
 
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
         check_row_shape("masks.documents: ids", self.query_ids, lead, n, n)
