@@ -63,6 +63,10 @@ MAX_DENSE_NUMBERS = 2**18
 """Numbers up to which the whole matrix fits one block, so that `dense` is as good."""
 
 
+MAX_DENSE_USER_NUMBERS = 2**22
+"""Numbers up to which a user's function with gradients runs once, on a CPU. In blocks it would run
+twice for each: a function has many operations, which take long to start and to differentiate."""
+
 UNKNOWN_LENGTH_REASON = "a length is unknown until the graph runs, so there are no fixed blocks"
 
 
@@ -94,7 +98,11 @@ def slower_reason(call: Call) -> str | None:
         )
     if call.fw.is_in_fixed_graph(call.query):
         return "a traced graph would contain every block; dense is shorter and fits any length"
-    if numbers <= max(MAX_DENSE_NUMBERS, call.fw.eager_block_numbers):
+    limit = max(MAX_DENSE_NUMBERS, call.fw.eager_block_numbers)
+    if scores.has_user_code(call.score) and call.fw.device_block_numbers(call.query) is None:
+        learns = call.fw.needs_gradient(tree.array_leaves(call.fw, call))
+        limit = max(limit, MAX_DENSE_USER_NUMBERS) if learns else limit
+    if numbers <= limit:
         return (
             f"the scores need only {format_count(numbers)} numbers, which fit one block: dense is "
             "as good"
