@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -169,7 +170,9 @@ def mixed_scores(queries: list[str], keys: list[str]) -> np.ndarray:
     parts = {"readFile": "read File", "TreeNode": "Tree Node"}
     sample = [" ".join([key, *(parts[w] for w in key.split() if w in parts)]) for key in keys]
     words, beginnings = (Lexical(b=0.4, prefix=n).fit(sample) for n in (None, 5))
-    heads = [Characters(idf=True).fit(keys), Words(idf=True).fit(sample), words, beginnings]
+    letters = Characters(idf=True).fit(keys)
+    letters = replace(letters, table=np.sqrt(letters.table))
+    heads = [letters, Words(idf=True).fit(sample), words, beginnings]
     out = np.zeros((len(queries), len(keys)))
     for i, query in enumerate(queries):
         count, length = len(query.split()), math.log((len(query) + 1) / math.exp(4))

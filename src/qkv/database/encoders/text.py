@@ -50,10 +50,10 @@ MIN_FIT_KEYS = 64
 
 MIX_COEFFICIENTS = np.array(
     [
-        [1.835, -0.669, -0.325, 0.258, -0.176, -0.556, 0.187, -0.179],
-        [1.499, -0.910, 0.436, -0.310, 0.144, -0.397, -0.446, 0.206],
-        [2.791, 0.362, 0.196, -0.067, -1.336, 0.342, -0.173, 0.168],
-        [2.967, 0.325, 0.154, -0.710, -0.151, -0.039, 0.385, -0.562],
+        [2.097, -1.386, -0.317, 0.180, -0.359, -0.248, -0.093, -0.381],
+        [1.557, -0.741, 0.446, -0.337, -0.027, -0.476, -0.383, 0.221],
+        [2.895, 0.692, 0.202, -0.856, -1.249, 0.356, 0.322, -0.319],
+        [2.662, 0.326, 0.131, 0.072, 0.222, -0.140, 0.306, 0.076],
     ]
 )
 """The logarithm of a head's weight is a row of this matrix times the numbers of the query.
@@ -61,7 +61,7 @@ MIX_COEFFICIENTS = np.array(
 The heads are letters, meaning, words and beginnings of words. The coefficients are fitted to the
 tasks of `bench.retrieval`, with another seed than the one that it measures.
 """
-MIX_LENGTH_EXPONENTS = np.array([-0.080, -0.013, -0.317, 0.468])
+MIX_LENGTH_EXPONENTS = np.array([-0.047, -0.108, -0.123, 0.397])
 """The vector of head h of a key of c letters is multiplied by ((c + 1) / `USUAL_LETTERS`)^this."""
 
 USUAL_LETTERS = math.exp(4)
@@ -191,7 +191,7 @@ class Text(Heads):
         split = split_identifiers(texts)
         prefix_sample = split[:: -(-len(texts) // MAX_PREFIX_KEYS)]
         heads = {
-            "characters": replace(letters, idf=True).fit(sample),
+            "characters": _flatten_idf(replace(letters, idf=True).fit(sample)),
             "words": replace(meaning, idf=True).fit(split_identifiers(sample)),
             "lexical": replace(words, b=MIX_LEXICAL_B, doubt=0.0).fit(split),
             "beginnings": Lexical(b=MIX_LEXICAL_B, prefix=LETTERS_OF_PREFIX).fit(prefix_sample),
@@ -284,6 +284,12 @@ class Text(Heads):
         numbers = {name: settings[name] for name in NUMBER_FIELDS}
         mix = bool(settings.get("mix", False))
         return cls(heads.heads, heads.weights, heads.names, **numbers, mix=mix)
+
+
+def _flatten_idf(letters: Characters) -> Characters:
+    """Return the encoder with the square root of its idf: names with typos need a flat one."""
+    assert letters.table is not None
+    return replace(letters, table=np.sqrt(letters.table))
 
 
 def _log_lengths(texts: list[str]) -> np.ndarray:
