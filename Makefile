@@ -24,7 +24,7 @@ INSTALL_SHOWN := -e '.[plot,text,serve]'
 INSTALL_MXNET := -e '.[mxnet,test]'
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
@@ -37,7 +37,7 @@ PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 # Parts of the unit tests, each in one process, the longest first. A folder inside another
 # one is a part of its own: unit-rest has every folder that is not named.
-UNIT := unit-rest unit-database unit-docs unit-engines unit-serve unit-layers unit-triton unit-page
+UNIT := unit-rest unit-database unit-layers unit-triton unit-docs unit-page unit-engines unit-serve
 FOLDERS_unit-engines := tests/engines
 FOLDERS_unit-triton := tests/engines/triton
 FOLDERS_unit-page := tests/page
@@ -140,8 +140,8 @@ screenshots: env browser ## Take pictures of the page's views, light and dark, i
 
 test: env $(if $(MXNET),env-mxnet) browser postgres ## Run every check below, several at once, and count
 	@$(if $(MXNET),,echo "mxnet is left out: it has no wheel for $(MACHINE)";) \
-	$(BIN)/python tools/run_checks.py $(RESULTS) $(WORKERS) $(UNIT) types \
-		$(filter-out $(UNIT),$(SUITES)) $(filter-out types,$(STATIC))
+	$(BIN)/python tools/run_checks.py $(RESULTS) $(WORKERS) $(UNIT) \
+		$(filter-out $(UNIT),$(SUITES)) $(STATIC)
 
 unit: env browser ## Unit, property and conformance tests, and README's code
 	@$(BIN)/python tools/run_checks.py $(RESULTS) $(WORKERS) $(UNIT)

@@ -428,7 +428,7 @@ def test_a_database_names_no_argument_that_it_has_not() -> None:
     """It has no mask, so the error suggests none; its entry points say the same."""
     numbers = qkv.Database({1.0: 2.0, 2.0: 3.0})
     for function in (numbers.ask, numbers.attend):
-        with pytest.raises(TypeError, match=r"'is_causal'. Known: confidence, score"):
+        with pytest.raises(TypeError, match=r"'is_causal'. Known: approximate, confidence, score"):
             function(np.array([1.2]), is_causal=True)
         with pytest.raises(TypeError, match=r"'mask': pass where="):
             function(np.array([1.2]), mask=None)

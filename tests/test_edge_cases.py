@@ -206,7 +206,7 @@ def everything(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> li
     lse = inputs["weighting"].has_lse and engine != "native"
     if engine == "blocks":
         call = replace(build_call(q, k, v, *inputs.values(), 0.0, None, None), wants_lse=lse)
-        with call.fw.compute_context():
+        with call.fw.use_own_settings():
             out, result, _ = streaming.run(call, (2, 3))
         return [out, alpha, result[..., 0]] if lse else [out, alpha]
     if lse:

@@ -125,7 +125,7 @@ def in_blocks(
     settings = {"score": "scaled_dot", "weighting": "softmax", "mask": None, "dropout_p": 0.0}
     settings |= {"seed": None, "tolerance": None} | options
     call = replace(build_call(q, k, v, *settings.values()), wants_lse=lse)
-    with call.fw.compute_context():
+    with call.fw.use_own_settings():
         return streaming.run(call, size)[:2]
 
 

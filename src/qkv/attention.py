@@ -389,7 +389,7 @@ def attend_rows(
     require_one_framework({"query": query}, score=score, weighting=weighting)
     weighting = weighting.limit_to_keys(rows.key.shape[0])
     score.check_shapes(tuple(query.shape), rows.key.shape)
-    with fw.compute_context():
+    with fw.use_own_settings():
         leaves = tree.array_leaves(fw, (score, weighting))
         if tolerance is not None and not fw.needs_gradient([query, *leaves]):
             host = np.ascontiguousarray(to_numpy(query))
@@ -429,7 +429,7 @@ def find_nearest_rows(
     fw = get_framework(query)
     score = scores.resolve(score)
     score.check_shapes(tuple(query.shape), rows.key.shape)
-    with fw.compute_context():
+    with fw.use_own_settings():
         return forward.find_nearest(rows, query, score, k)
 
 
@@ -450,7 +450,7 @@ def attend_sharded(
     """
     validate_keywords("attend()", meaning, FormulaOptions.__optional_keys__)
     call = build_call(query, key, value, **meaning, at=at, lse=return_lse)
-    with call.fw.compute_context():
+    with call.fw.use_own_settings():
         return pack_results(call, (*sharded.run(call, across), None))
 
 
@@ -483,7 +483,7 @@ def weigh_rows(
     """
     score, weighting = resolve_score_and_weighting(score, weighting, None)
     weighting = weighting.limit_to_keys(rows.shape[0])
-    with load_framework("numpy").compute_context():
+    with load_framework("numpy").use_own_settings():
         if matches is None:
             assert query is not None
             score.check_shapes(tuple(query.shape), rows.shape)

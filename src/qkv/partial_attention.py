@@ -80,7 +80,7 @@ def score_part(
 
     `origin` is the position of the shard's first row among all rows.
     """
-    with load_framework("numpy").compute_context():
+    with load_framework("numpy").use_own_settings():
         if matches is None:
             assert query is not None
             score.check_shapes(tuple(query.shape), rows.key.shape)
@@ -111,7 +111,7 @@ class ShardCall:
 
     def compute_gradients(self, row_facts: State, gradients: Arrays) -> list[Array | None]:
         """Return this shard's part of the gradients of query, score and weighting."""
-        with self.call.fw.compute_context():
+        with self.call.fw.use_own_settings():
             return list(streaming.run_backward(self.call, self.tiling, row_facts, gradients, None))
 
 
@@ -163,7 +163,7 @@ def attend_across(
         )
 
     leaves = tree.array_leaves(fw, call)
-    with fw.compute_context():
+    with fw.use_own_settings():
         out = fw.run_differentiable(forward, backward, reference, leaves)[0]
         return fw.astype(out, fw.dtype_name(query))
 
@@ -234,7 +234,7 @@ def max_lost_share(
         return unbounded
     if weighting.needs_search and count * len(max_scores) > MAX_SEARCHED_LOST_SCORES:
         return unbounded
-    with load_framework("numpy").compute_context():
+    with load_framework("numpy").use_own_settings():
         top = weighting.scale_scores(max_scores[:, None])
         is_finite = np.isfinite(top)
         top = np.where(is_finite, top, 0)

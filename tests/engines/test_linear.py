@@ -255,7 +255,7 @@ def test_few_queries_and_sums_that_are_not_finite_need_the_scores():
     for query, values in ((QUERY[:2], VALUE), (QUERY, value)):
         rows = store_rows(value=values)
         call = attention.Call(query, rows.key, rows.value, scores.Dot(), qkv.weightings.Raw())
-        with call.fw.compute_context():
+        with call.fw.use_own_settings():
             assert linear.run_stored(call) is None
         out = attention.attend_rows(rows, query, score="dot", **RAW)
         want = qkv.attend(query, KEY, values, score="dot", engine="dense", **RAW)

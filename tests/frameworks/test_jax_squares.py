@@ -46,7 +46,7 @@ def compute_ratio(query: np.ndarray, key: np.ndarray, score: scores.Score) -> np
     return square / width**2
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("offset", [0.0, 3.0, 1e4])
 @pytest.mark.parametrize("name", SCORES)
@@ -61,6 +61,7 @@ def test_values(name, offset, dtype):
         assert off.max() <= (3e-6 + 1e-7 * offset if dtype == "float32" else 1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [0, 3, 40])
 def test_pairs_on_the_edge_of_a_window(count):
     """`count` keys of a row lie exactly on the edge: more than are computed once more, or fewer."""
@@ -84,6 +85,7 @@ def test_nan_and_infinity_stay_in_their_pairs():
         np.testing.assert_allclose(s[:, [0, 2, 4]], other, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gaussian", "triangular", "epanechnikov"])
 def test_derivatives_are_those_of_the_differences(name):
     query, key = (jnp.asarray(x) for x in draw_vectors("float64", 0.5))

@@ -615,7 +615,7 @@ MODELS: dict[str, tuple[dict[str, Any], ...]] = {
 def test_train_save_load_resume(name: str, tmp_path: Path) -> None:
     x, y = numbers(8, 5, 4), numbers(8, 5, 4)
     model = build_small_model(*MODELS[name])
-    model.compile("adam", "mse")
+    model.compile("adam", "mse", jit_compile=False)
     start = model.get_weights()
     options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
     assert np.isfinite(model.fit(x, y, **options).history["loss"]).all()
@@ -644,7 +644,7 @@ def test_training_learns() -> None:
     model = keras.Model(
         query, Attention(score=scores.Gaussian(np.array(3.0)))([query[0], query[2], query[1]])
     )
-    model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
     data = [np.eye(5, dtype="float32")[at][:, None], keys, values]
     loss = model.fit(data, values[np.arange(64), at][:, None], epochs=60, verbose=0)
     assert loss.history["loss"][-1] < 0.02 * loss.history["loss"][0]

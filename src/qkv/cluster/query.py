@@ -239,7 +239,7 @@ class ShardedQueryExecutor(QueryExecutor):
         snapshot, lost = self.view.snapshot, dict[int, LostShardError]()
         while True:
             try:
-                with load_framework("numpy").compute_context():
+                with load_framework("numpy").use_own_settings():
                     return self._merge_weights_of_shards(queries, lost)
             except LostShardError as error:
                 shards = {shard for shard, _ in snapshot.slices}

@@ -529,7 +529,7 @@ class Shard:
         """Call the method `name` of the evaluator of each slice; return the results in order."""
         try:
             # The context silences overflows, because masked scores may exceed the largest float.
-            with load_framework("numpy").compute_context():
+            with load_framework("numpy").use_own_settings():
                 return [getattr(self._get_evaluator(slice, job), name)(*args) for slice in slices]
         except (StoreDamagedError, OSError) as error:
             self._stores.clear()

@@ -49,7 +49,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
         score, weighting = fixed or resolve_score_and_weighting(
             score, fixed_weighting or weighting, None
         )
-        with fw.compute_context():
+        with fw.use_own_settings():
             scores = fw.prevent_fusion(weighting.scale_scores(score(query, key)))
             at = fw.position_range(0, key.shape[-2], key)
             weights = weighting.weights(scores, None, at)

@@ -39,7 +39,7 @@ def hash_dropout_factors(like: Array, p: float, seed: Array, block: Block) -> Ar
     """Return 0 with probability p, else 1 / (1 − p), for each pair of the block."""
     fw = get_framework(like)
     xp = fw.xp
-    with fw.compute_context():
+    with fw.use_own_settings():
         x = _mix_bits(xp.bitwise_xor(_mix_bits(seed), block.b))
         x = _mix_bits(xp.bitwise_xor(x, block.h))
         x = _mix_bits(xp.bitwise_xor(x, block.q))

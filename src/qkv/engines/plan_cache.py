@@ -120,7 +120,7 @@ def run_first_call(
     results = None if plan is None else plan.run(*arguments)
     if results is not None:
         return results
-    with call.fw.compute_context(), call.fw.translate_errors(call.query):
+    with call.fw.use_own_settings(), call.fw.translate_errors(call.query):
         return pack_results(call, choice.run(call))
 
 
@@ -229,7 +229,7 @@ def _build_plan_function(
         if fields["dropout"]:
             fields["seed"] = resolve_seed(fw, seed, query)
         call = Call.from_validated_fields(fields)
-        with fw.compute_context():
+        with fw.use_own_settings():
             results = run(call)
             return None if results is None else pack_results(call, results)
 
@@ -262,7 +262,7 @@ def _build_range_plan(call: Call, signature: Signature) -> Callable[..., Any]:
     plans_by_range: dict[bool, Callable[..., Any]] = {}
 
     def measure_range(query: Array, key: Array, *leaves: Array) -> Any:
-        with fw.compute_context():
+        with fw.use_own_settings():
             return tree.replace_arrays(fw, gaussian, leaves).measure_range(query, key)
 
     compiled = fw.compile_function(measure_range)

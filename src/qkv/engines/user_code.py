@@ -66,7 +66,7 @@ def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
     if not evaluates_functions(call):
         return None
     fw, score, rule = call.fw, call.score, call.rule
-    with fw.compute_context():
+    with fw.use_own_settings():
         if rule is not None:
             rule = rule.with_arrays_like(call.query)
         if rule is not None and not _has_signature(fw, rule):
@@ -123,7 +123,7 @@ def _prepare(call: Call, inner: Score | None = None) -> _Prepared:
     plain = Call(call.query, call.key, None, inner or Constant(), Softmax(), call.rule)
 
     def compute(*leaves: Array) -> tuple[Any, ...]:
-        with fw.compute_context():
+        with fw.use_own_settings():
             fresh = tree.replace_arrays(fw, template, leaves).upcast()
             block = calls.make_block(fresh)
             live = calls.compute_live_pairs(fresh, block)

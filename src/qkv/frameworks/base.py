@@ -201,8 +201,12 @@ class Framework:
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return self.has_gradients
 
-    def compute_context(self) -> AbstractContextManager[object]:
-        """Return a context without floating-point warnings: engines handle 0/0 of an empty row."""
+    def use_own_settings(self) -> AbstractContextManager[object]:
+        """Return a context in which engines compute, whatever the caller has set.
+
+        That is without autocast, with the usual promotion of types, and without warnings of
+        floating-point errors: engines handle 0/0 of an empty row.
+        """
         return nullcontext()
 
     def translate_errors(self, x: Array) -> AbstractContextManager[object]:

@@ -77,7 +77,7 @@ class Jax(Framework):
     def supports_float64(self, x: Array) -> bool:
         return bool(jax.config.jax_enable_x64)
 
-    def compute_context(self) -> AbstractContextManager[object]:
+    def use_own_settings(self) -> AbstractContextManager[object]:
         """Return a context that allows rank and dtype promotion, which callers may forbid."""
         ranks, dtypes = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
         if ranks.value == "allow" and dtypes.value == "standard":
@@ -268,16 +268,16 @@ class Jax(Framework):
     ) -> Arrays:
         @jax.custom_jvp
         def run_forward(*leaves: Array) -> Arrays:
-            with self.compute_context():
+            with self.use_own_settings():
                 return forward(*leaves)[0]
 
         def push_forward(leaves: Arrays, tangents: Sequence[Any]) -> tuple[Arrays, Arrays]:
-            with self.compute_context():
+            with self.use_own_settings():
                 outputs, kept = forward(*leaves)
             moving = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
 
             def pull_back(held: Any, gradients: Arrays) -> Arrays:
-                with self.compute_context():
+                with self.use_own_settings():
                     found = backward(*held, gradients)
                 return tuple(
                     jnp.zeros_like(leaves[i]) if found[i] is None else found[i] for i in moving
@@ -324,12 +324,12 @@ def _square_with_products(square: ArrayFunction, query: Array, key: Array) -> Ar
 
     @jax.custom_jvp
     def run(query: Array, key: Array) -> Array:
-        with FRAMEWORK.compute_context():
+        with FRAMEWORK.use_own_settings():
             return square(query, key)
 
     @run.defjvp
     def push_forward(arrays: Arrays, tangents: Arrays) -> tuple[Array, Array]:
-        with FRAMEWORK.compute_context():
+        with FRAMEWORK.use_own_settings():
             (q, k), (dq, dk) = _centre_rows(*arrays), tangents
             along = jnp.sum(q * dq, axis=-1)[..., :, None] + jnp.sum(k * dk, axis=-1)[..., None, :]
             across = q @ jnp.matrix_transpose(dk) + dq @ jnp.matrix_transpose(k)

@@ -57,7 +57,7 @@ class MXNet(Framework):
         return int(mnp.random.randint(0, 2**31 - 1))  # follows mx.random.seed
 
     @contextmanager
-    def compute_context(self) -> Any:
+    def use_own_settings(self) -> Any:
         # NumPy semantics are set per thread, and the backward pass runs on another thread.
         with util.np_shape(True), util.np_array(True):
             yield
@@ -146,7 +146,7 @@ def _build_function(
             return outputs
 
         def backward(self, *gradients: Array) -> Any:
-            with fw.compute_context():
+            with fw.use_own_settings():
                 slopes = backward(self.leaves, self.saved, gradients)
                 pairs = [(leaves[i], slopes[i]) for i in floating]
                 return _pack_vector([mnp.zeros_like(x) if g is None else g for x, g in pairs])

@@ -127,12 +127,12 @@ class NumPy(Framework):
     def without_data(self, x: Array) -> Array:
         return numpy.empty(0, x.dtype)
 
-    def compute_context(self) -> AbstractContextManager[object]:
+    def use_own_settings(self) -> AbstractContextManager[object]:
         return _IgnoreFloatErrors()
 
     def map_tiles(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
         def pool_tile(item: tuple[Span, list[Span]]) -> Arrays:
-            with self.compute_context():
+            with self.use_own_settings():
                 return pool(*item)
 
         if len(tiling) == 1:
@@ -164,7 +164,7 @@ class NumPy(Framework):
             return super().reduce_spans(lift, merge, start, spans)
 
         def lift_span(span: Span) -> Any:
-            with self.compute_context():
+            with self.use_own_settings():
                 return lift(span)
 
         with threads.single_threaded_blas():

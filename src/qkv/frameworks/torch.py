@@ -460,7 +460,7 @@ class Torch(Framework):
     def supports_float64(self, x: Array) -> bool:
         return bool(x.device.type != "mps")
 
-    def compute_context(self) -> AbstractContextManager[object]:
+    def use_own_settings(self) -> AbstractContextManager[object]:
         # Sums run in the precision of the arguments, even under autocast.
         if not _is_autocast_enabled():
             return _NULL_CONTEXT

@@ -161,7 +161,7 @@ class AttentionImplementation:
         # Norms that run in float32 leave arrays of different dtypes. Inside, sums stay in float32.
         fw = load_framework("torch")
         query, key, value = map(fw.apply_autocast, (query, key, value))
-        with fw.compute_context():
+        with fw.use_own_settings():
             return self.compute_output(call._replace(query=query, key=key, value=value), *options)
 
     def compute_output(

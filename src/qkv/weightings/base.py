@@ -140,7 +140,7 @@ class Weighting(tree.Record):
             k = fw.position_range(0, fw.axis_length(scores, -1), scores)
             return (weighting.weights(s, part, k),)
 
-        with fw.compute_context():
+        with fw.use_own_settings():
             return fw.map_tiles(weigh_tile, tiling)[0]
 
     def incompatible_reason(self, score: Score, biased: bool) -> str | None:

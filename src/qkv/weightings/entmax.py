@@ -97,7 +97,7 @@ class Entmax(Weighting):
         def forward(*_: Array) -> tuple[State, State]:
             # NumPy selects by a mask several times faster than other frameworks.
             live_view = None if live is None else fw.as_numpy_view(live)
-            with get_framework(view).compute_context():
+            with get_framework(view).use_own_settings():
                 alpha = fw.from_numpy_view(self.weights(view, live_view, k))
             return (alpha,), (alpha,)
 

@@ -24,7 +24,7 @@ def entmax_threshold(x: Array, live: LiveMask, alpha: Any) -> Array:
     if view is None:
         return Entmax(alpha).find_threshold(lambda lift, merge, init: lift(x, live, x))[1]
     live_view = None if live is None else fw.as_numpy_view(live)
-    with get_framework(view).compute_context():
+    with get_framework(view).use_own_settings():
         tau = entmax_threshold(
             view, live_view, fw.as_numpy_view(alpha) if is_array(alpha) else alpha
         )

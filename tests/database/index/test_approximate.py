@@ -55,6 +55,7 @@ def exact_scores(score, q, x):
     return np.asarray(score(q[None].astype(float), x.astype(float)))[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SCORES)
 def test_weights_are_exact_over_the_candidates(databases, name):
     D, x, score = databases[name]
@@ -78,6 +79,7 @@ def test_weights_are_exact_over_the_candidates(databases, name):
     assert used >= 15
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("weighting", ["hard", TopK(10)])
 def test_best_rows(databases, name, weighting):
@@ -121,6 +123,7 @@ def kinds_of_data():
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["clusters", "normal", "heavy tails", "far cluster", "duplicates"])
 def test_interval_is_calibrated(kind):
     """What it calls 90 % covers 88 to 92 %, up to the sampling error of this test, or more where
@@ -168,6 +171,7 @@ def test_a_number_limits_the_estimate(databases):
     assert read[0] <= read[1] <= read[2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["int8", "float16", "float32"])
 def test_precisions(precision):
     x = make_keys()
@@ -440,6 +444,7 @@ def test_queries_unlike_the_keys(databases):
         assert missing <= 0.1 or answer.missing_weight.estimate >= missing / 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("q", [1e20, 1e200, -1e36])
 def test_huge_queries(databases, q):
     D, _, score = databases["gaussian"]

@@ -116,6 +116,7 @@ def damage(kind, file):
         file.symlink_to(target)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "flipped", "header", "other"])
 def test_damage(tmp_path, kind, caplog):
     """The rows of a segment with a damaged index are scanned, and check names the file."""
@@ -359,6 +360,7 @@ with qkv.open(sys.argv[1]) as D:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("round_", range(2))
 def test_killed_while_indexing(tmp_path, round_):
     """No acknowledged row is lost, and every answer is that of a scan."""

@@ -259,6 +259,7 @@ def test_the_operators_pass_opcheck():
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["floats", "floats of 16 bits", "booleans"])
 @pytest.mark.parametrize("lead", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("weighting", ["entmax", "topk"])

@@ -246,7 +246,7 @@ def compute_entropy(alpha: np.ndarray) -> np.ndarray:
     def sum_weights_in_span(span: Span) -> np.ndarray:
         return np.asarray(weight_sums(alpha[:, span.start : span.start + span.size]))
 
-    with fw.compute_context():
+    with fw.use_own_settings():
         return entropy_from_sums(
             *fw.reduce_spans(sum_weights_in_span, np.add, np.zeros((2, len(alpha))), spans)
         )
