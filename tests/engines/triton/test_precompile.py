@@ -28,7 +28,7 @@ from tests.engines.triton.test_launch_replay import Kernel
 from tests.interrupt import cores, moments
 
 pytestmark = [
-    pytest.mark.sample_of_module(11),
+    pytest.mark.sample_of_module(9),
     pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for"),
 ]
 

@@ -12,7 +12,7 @@ from qkv.engines import triton
 from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.weights import compute_weights, weights_kernel
 
-pytestmark = pytest.mark.sample_of_module(8)
+pytestmark = pytest.mark.sample_of_module(6)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
