@@ -24,7 +24,7 @@ INSTALL_SHOWN := -e '.[plot,text,serve]'
 INSTALL_MXNET := -e '.[mxnet,test]'
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-WORKERS ?= 4
+WORKERS ?= 3
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
