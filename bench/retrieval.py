@@ -12,7 +12,6 @@ the default was above the best single method by .021 at 1 and .024 at 10 in the 
 if none is left out). It lost most for years of a life, by .078, and for changelogs, by .025.
 
 The fit now also has names with up to four typos, and letters have the square root of their idf.
-`results/retrieval.json` is from the fit before that.
 
     apt-get install perl-doc wordnet-base      # or --root FOLDER, where they are unpacked
     pip install bm25s "qkv[text,sentences]"

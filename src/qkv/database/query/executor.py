@@ -22,6 +22,7 @@ from qkv.answer_backend import (
 from qkv.database.filter.expressions import as_text
 from qkv.database.query.calibration import Calibration
 from qkv.database.query.influence import compute_influence
+from qkv.database.query.number_hint import different_numbers_hint
 from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table import cells
 from qkv.database.table.encoding import add_word_columns
@@ -460,6 +461,8 @@ class LocalBackend(AnswerBackend):
                 return f"{count} {match} {condition}, but none of them has a value"
             return executor.view.why_none_pass(executor.where)
         if executor.missing_value_count and (hint := executor.missing_value_hint(self.query)):
+            return hint
+        if rows and (hint := different_numbers_hint(self.query, rows[0].key)):
             return hint
         if not rows or executor.score is not executor.view.resolve_score(None):
             return ""

@@ -1,0 +1,43 @@
+import pytest
+
+import qkv
+from qkv.database.query.number_hint import MAX_TEXT, different_numbers_hint, find_numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("INV-2023-0300", ["2023", "0300"]),
+        ("-5 C or +3.5 C, −2", ["-5", "3.5", "-2"]),
+        ("11:15", ["11", "15"]),
+        ("A4 and B12", ["4", "12"]),
+        ("no digits", []),
+    ],
+)
+def test_numbers_of_a_text(text, numbers):
+    assert find_numbers(text) == numbers
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "hint"),
+    [
+        ("Room 250", "Room 150", "the best key has the number 150, the query 250"),
+        ("5 C", "-5 C", "the best key has the number -5, the query 5"),
+        ("Room 150 please", "Room 150", ""),
+        ("Room", "Room 150", ""),
+        ("Room 150", "Room", ""),
+        ("Room 1" + "x" * MAX_TEXT, "Room 2", ""),
+        (250, "Room 150", ""),
+    ],
+)
+def test_hint(query, key, hint):
+    assert different_numbers_hint(query, key) == hint
+
+
+def test_an_answer_says_that_its_key_has_another_number():
+    """Letters hardly see it: the answer is as sure as for a typo."""
+    rooms = qkv.Database([(f"Room {number}", f"plan {number}") for number in range(100, 200)])
+    answer = rooms.ask("Room 250")
+    assert answer.hint == f"the best key has the number {answer.rows[0].key[5:]}, the query 250"
+    assert answer.to_dict()["hint"] == answer.hint
+    assert rooms.ask("rom 150").hint == ""
