@@ -993,9 +993,10 @@ class Database(ReadableDatabase[K, V]):
             old_ids: dict[bytes, int] = {}
             for k, v in pairs:
                 ids, old_row = view.find_ids(k), None
-                if ids:  # keep the stored form of the key, as a dict does
+                if ids:
                     old_row = view.read_rows(ids[-1:])[0]
-                    k = view.schema.row_key(old_row)
+                    # Keep the stored form of the key, as a dict does; a vector may be rounded.
+                    k = k if view.schema.key_kind == "vector" else view.schema.row_key(old_row)
                 digest = view.schema.key_digest(k)
                 row = {name: column[0] for name, column in self._build_columns([k], [v]).items()}
                 if old_row is not None:

@@ -155,3 +155,16 @@ def test_a_score_replaces_the_estimated_one(score: object) -> None:
     weights = Database(keys, np.arange(400)).ask(keys[3], score=score).weights
     expected = qkv.weights(keys[3:4], keys, score=score)[0]  # type: ignore[arg-type]
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_an_updated_key_is_found_by_its_original_numbers(precision):
+    """The stored vector may be rounded; three updates are still one row."""
+    keys = np.random.default_rng(0).normal(size=(50, 8))
+    columns = {"k": keys, "y": np.arange(50.0)}
+    D = Database.from_columns(columns, key="k", value="y", precision=precision)
+    for value in (97.0, 98.0, 99.0):
+        assert D.update(keys[3], value) == 0
+    assert keys[3] in D and len(D) == 50 and D.get(keys[3]) == 99.0
+    D.remove(keys[3])
+    assert keys[3] not in D and len(D) == 49

@@ -275,7 +275,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> No
     if not lists or {name: (x.shape, x.dtype) for name, x in arrays.items()} != expected:
         raise ValueError("its arrays have other shapes")
     start = arrays["start"]
-    if start[0] or start[-1] != rows or (np.diff(start) < 0).any():
+    if start[0] or start[-1] != rows or (np.diff(start) <= 0).any():
         raise ValueError("its lists are not what was written")
     row = arrays["row"]
     if row.max() >= rows or (np.bincount(row, minlength=rows) != 1).any():
