@@ -275,6 +275,60 @@ def test_many_deletions_are_correct():
             assert answer.missing_weight[1:] == (0, 1)
 
 
+def test_recall_after_deleting_most_rows():
+    x = make_keys()
+    score = scores.Gaussian(0.3)
+    D = qkv.Database(x, np.arange(float(ROWS)))
+    D.index(score=score)
+    D.remove(list(x[1_500:]))
+    hits = 0
+    queries = x[:200] + 0.05
+    for q in queries:
+        options = {"score": score, "weighting": TopK(10), "top": 10}
+        answer, exact = D.ask(q, approximate=True, **options), D.ask(q, **options)
+        assert len(answer.rows) == 10
+        hits += len({row.index for row in answer.rows} & {row.index for row in exact.rows})
+    assert hits / (10 * len(queries)) >= answer.recall - 0.02
+
+
+@pytest.mark.parametrize("weighting", [TopK(10), "softmax"])
+def test_batches_equal_single_calls_under_a_condition(weighting):
+    x = make_keys()
+    columns = {"key": x, "value": np.arange(float(ROWS)), "side": (x[:, 0] > 0).astype(float)}
+    D = qkv.Database.from_columns(columns, key="key", value="value")
+    score = scores.Dot()
+    D.index(score=score, recall=0.5)
+    options = {"score": score, "where": "side == 0", "weighting": weighting, "approximate": 0.5}
+    queries = make_queries(20)
+    for query, answer in zip(queries, D.ask(queries, **options), strict=True):
+        alone = D.ask(query, **options)
+        assert answer.rows_read == alone.rows_read
+        assert [row.index for row in answer.rows] == [row.index for row in alone.rows]
+        estimates = answer.missing_weight[0], alone.missing_weight[0]
+        assert estimates[0] == pytest.approx(estimates[1], rel=1e-3)
+
+
+def test_a_larger_index_than_was_measured(tmp_path):
+    x = make_keys(31_000)
+    score = scores.Gaussian(0.3)
+    with qkv.open(tmp_path / "store.qkv", create=True) as D:
+        D.add(x[:11_000], np.arange(11_000.0))
+        D.index(score=score)
+        version = D.version
+        D.add(x[11_000:], np.arange(11_000.0, 31_000))
+        D.index(score=score)
+        # The older version has the index of its own rows, and a report about all rows.
+        for view in (D, D.at(version)):
+            hits = 0
+            for q in make_queries(50):
+                options = {"score": score, "weighting": TopK(10), "top": 10}
+                answer, exact = view.ask(q, approximate=True, **options), view.ask(q, **options)
+                assert answer.rows_read < len(view) / 2
+                same = {row.index for row in answer.rows} & {row.index for row in exact.rows}
+                hits += len(same)
+            assert hits / 500 >= 0.95
+
+
 def test_attend_and_its_gradient(databases):
     torch = pytest.importorskip("torch")
     D, x, score = databases["gaussian"]

@@ -49,7 +49,7 @@ def check_approximate(approximate: Any, tolerance: Any) -> float:
             "approximate and tolerance exclude each other: a tolerance is a proven bound, and an "
             "approximate answer has an estimate"
         )
-    if approximate is True:
+    if isinstance(approximate, bool | np.bool_) and approximate:
         return DEFAULT_MISSING_WEIGHT
     if isinstance(approximate, bool) or not isinstance(approximate, int | float | np.number):
         raise DtypeError(
@@ -112,7 +112,7 @@ def plan_search(
     if report is None or report.encoded != view.setting_number("encoded"):
         return "there is no index: call D.index()"
     if not report.efforts:
-        return NO_PART_MESSAGE
+        return "the index could not be measured" if report.indexed else NO_PART_MESSAGE
     if report.metric != metric.name:
         return f"the index was built for the metric {report.metric}, not {metric.name}"
     scaled = scale_by_temperature(metric, weighting)
@@ -152,6 +152,7 @@ def plan_search(
         return NO_PART_MESSAGE
     if index.total != len(view.ids):
         return "some rows could not be read"
+    efforts = tuple(replace(x, lists=index.scale_lists(x.lists, report.indexed)) for x in efforts)
     has_interval = selection.mask is None and report.has_interval(view, metric.slope)
     min_best_score = report.min_similarity * unscaled_slope
     return SearchPlan(index, metric, selection, efforts, limit, has_interval, min_best_score)

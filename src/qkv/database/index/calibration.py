@@ -119,6 +119,8 @@ class IndexReport:
 
     def __repr__(self) -> str:
         text = f"{self.indexed:,} of {self.rows:,} rows are in the index"
+        if not self.efforts and self.indexed:
+            return f"{text}; it could not be measured, so all rows are scanned"
         if not self.efforts:
             return f"{text}; the others are scanned"
         effort = self.find_ranking_effort() or self.efforts[-1]

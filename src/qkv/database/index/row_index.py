@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -109,7 +110,13 @@ class RowIndex:
 
     @cached_property
     def rows_per_list(self) -> float:
-        return (self.total - len(self.unindexed)) / max(self.list_count, 1)
+        """The mean number of rows of a list when it was built."""
+        return sum(part.segment_index.rows for part in self.parts) / max(self.list_count, 1)
+
+    def scale_lists(self, lists: int, measured_rows: int) -> int:
+        """Return as many lists as `lists` were when only `measured_rows` rows were indexed."""
+        growth = (self.total - len(self.unindexed)) / max(measured_rows, 1)
+        return math.ceil(lists * max(growth, 1.0))
 
     def search(
         self,
@@ -151,18 +158,23 @@ class RowIndex:
         allowed = self._find_allowed_rows(selection)
         n, similarity = len(queries), self._list_similarity(queries, metric)
         lists = min(lists, self.list_count)
-        if selection is None or selection.mask is None:
+        if all(bits is None for bits in allowed.bits):
             nearest = np.argpartition(-similarity, lists - 1, axis=1)[:, :lists]
+            is_read = np.ones(nearest.shape, bool)
         else:
             nearest = np.argsort(-similarity, axis=1, kind="stable")
             read = np.cumsum(allowed.counts[nearest], axis=1)
             needed = (read < lists * self.rows_per_list).sum(axis=1) + 1
+            needed = needed.clip(lists, self.list_count)
             nearest = nearest[:, : int(needed.max(initial=1))]
+            # In a batch, each query reads what it would read alone.
+            is_read = np.arange(nearest.shape[1]) < needed[:, None]
         closeness = np.take_along_axis(similarity, nearest, axis=1)
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         for part, bits, ranks in zip(self.parts, allowed.bits, self._ranks, strict=True):
             local = nearest - part.first_list
-            local = np.where((local >= 0) & (local < part.segment_index.list_count), local, -1)
+            is_inside = (local >= 0) & (local < part.segment_index.list_count)
+            local = np.where(is_read & is_inside, local, -1)
             size = min(count, part.segment_index.rows)
             rows, nearness = part.segment_index.search(queries, local, closeness, size, bits)
             nearness = np.where(rows < 0, -np.inf, nearness)
@@ -174,7 +186,7 @@ class RowIndex:
         log_rest = np.full(n, np.nan)
         if estimates_rest:
             log_rest = self._estimate_rest(
-                queries, similarity, nearest, nearness, metric, allowed.counts
+                queries, similarity, nearest, is_read, nearness, metric, allowed.counts
             )
         return FoundRows([row[row >= 0] for row in positions.reshape(n, -1)], log_rest)
 
@@ -200,6 +212,7 @@ class RowIndex:
         queries: np.ndarray,
         similarity: np.ndarray,
         nearest: np.ndarray,
+        is_read: np.ndarray,
         nearness: np.ndarray,
         metric: IndexMetric,
         counts: np.ndarray,
@@ -221,10 +234,12 @@ class RowIndex:
         deviation = slope * np.sqrt(variance)
         gain = np.where(deviation < limit, deviation**2 / 2, limit * deviation - limit**2 / 2)
         log_mass = log_count + slope * similarity + gain
-        chosen = np.take_along_axis(log_mass, nearest, axis=1)
-        np.put_along_axis(log_mass, nearest, -np.inf, axis=1)
+        mass_of_nearest = np.take_along_axis(log_mass, nearest, axis=1)
+        chosen = np.where(is_read, mass_of_nearest, -np.inf)
+        unread = np.where(is_read, -np.inf, mass_of_nearest)
+        np.put_along_axis(log_mass, nearest, unread, axis=1)
         # In the lists that were read, no other row is nearer than the last one that was found.
-        left = counts[nearest].sum(axis=1)
+        left = np.where(is_read, counts[nearest], 0).sum(axis=1)
         left = left - np.isfinite(nearness).sum(axis=1)
         last = np.where(np.isfinite(nearness), nearness, np.inf).min(axis=1).astype(float)
         with np.errstate(divide="ignore"):
