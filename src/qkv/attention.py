@@ -12,21 +12,30 @@ import numpy as np
 
 from qkv import scores
 from qkv.engines import linear, native, plan_cache, sharded, streaming, user_code
-from qkv.engines.call import Call, check_best_scores_finite, pack_results
+from qkv.engines.call import (
+    Call,
+    check_best_scores_finite,
+    pack_results,
+)
 from qkv.engines.choice import EngineChoice, EngineName, Explanation, WarmupReport, choose_engine
 from qkv.engines.dropout import draw_seed
 from qkv.engines.native import ProjectedAttention
-from qkv.engines.out_of_core import certified, forward
+from qkv.engines.out_of_core import candidates, certified, forward
 from qkv.engines.out_of_core.key_terms import adapt_score
 from qkv.engines.validation import build_call, require_one_framework, resolve_score_and_weighting
 from qkv.errors import DtypeError, FrameworkError, validate_keywords
 from qkv.frameworks import get_framework, load_framework, to_numpy, tree
-from qkv.frameworks.stored_rows import StoredRows, WeighedRows, to_framework_array
+from qkv.frameworks.stored_rows import (
+    Candidates,
+    StoredRows,
+    WeighedRows,
+    to_framework_array,
+)
 from qkv.masks import MaskLike
-from qkv.scores import ScoreLike
+from qkv.scores import Score, ScoreLike
 from qkv.util.keyword_hints import FOREIGN_KEYWORDS, forbid_torchscript
 from qkv.util.types import A, Array, NestedLists, ShardPosition
-from qkv.weightings import WeightingLike
+from qkv.weightings import Weighting, WeightingLike
 
 
 class FormulaOptions(TypedDict, total=False):
@@ -497,3 +506,14 @@ def weigh_rows(
                 return exact._replace(refusal=approximate)
             return forward.weigh_rows(rows, query, score, weighting, part)
         return forward.weigh_scores(rows, matches, weighting, part)
+
+
+def weigh_candidates(
+    rows: Candidates, query: np.ndarray, score: Score, weighting: Weighting
+) -> list[tuple[np.ndarray, WeighedRows | None]]:
+    """Return for each query (n, d) the ascending positions (c,) of its rows, and their weights.
+
+    The weights are None if scores may overflow the dtype of the query; `weigh_rows` computes them.
+    """
+    with load_framework("numpy").use_own_settings():
+        return candidates.weigh_candidates(rows, query, score, weighting)

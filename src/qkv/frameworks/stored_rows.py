@@ -283,6 +283,25 @@ class StoredRows:
         )
 
 
+class Candidates(NamedTuple):
+    """The rows that n queries are compared with, by their positions among all rows.
+
+    - `own` (n, c): ascending positions for each query; the last ones may be `total`, which is none
+    - `shared` (u,): ascending positions for all queries, which `own` does not contain
+    - `total`: the number of all rows
+    - `read_keys` returns the vectors (…, d) of keys at positions (…)
+    - `read_values` returns the values (c, d_v) at positions (c,); None: there are none to pool
+    - `cache` has the key terms of all rows
+    """
+
+    own: np.ndarray
+    shared: np.ndarray
+    total: int
+    read_keys: Callable[[np.ndarray], np.ndarray]
+    read_values: Callable[[np.ndarray], np.ndarray] | None
+    cache: KeyTermsCache
+
+
 class WeighedRows(NamedTuple):
     """The result of attention over stored rows, for n queries.
 

@@ -189,6 +189,13 @@ class TopK(ExponentialWeighting):
     def compute_lse(self, scores: Array, live: LiveMask, k: Array) -> Array:
         return Softmax().compute_lse(scores, self.top_mask(scores, live, k), k)
 
+    def weights_and_lse(
+        self, scores: Array, live: LiveMask, k: Array
+    ) -> tuple[Array, Array | None]:
+        if (type(self).weights, type(self).compute_lse) != (TopK.weights, TopK.compute_lse):
+            return super().weights_and_lse(scores, live, k)  # a subclass overrides the formula
+        return Softmax().weights_and_lse(scores, self.top_mask(scores, live, k), k)
+
     def top_mask(self, scores: Array, live: LiveMask, k: Array) -> Array:
         """Return booleans (…, n, m), True for the k best pairs of each row."""
         fw, limited = get_framework(scores), self

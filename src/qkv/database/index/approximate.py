@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import is_
+from typing import Any
 
 import numpy as np
 
 from qkv import weightings
 from qkv.answer import Answer
 from qkv.answer_backend import MissingWeight
-from qkv.attention import attend_rows
+from qkv.attention import (
+    attend_rows,
+    weigh_candidates,
+)
 from qkv.database.index.calibration import Effort, IndexReport, share_of_rest
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
 from qkv.database.index.row_index import FoundRows, RowIndex, open_row_index
-from qkv.database.query.executor import QueryExecutor
+from qkv.database.query.executor import MAX_CACHED_WEIGHTS_PER_BATCH, QueryExecutor
 from qkv.database.table.row_selection import CandidateRows, RowSelection
-from qkv.database.table.view import TableView
+from qkv.database.table.view import MAX_GATHERED_ROWS, TableView
 from qkv.errors import ArgumentError, DtypeError, MissingExtraError
 from qkv.frameworks import get_framework, is_array, to_numpy, tree
 from qkv.frameworks.ragged import EncodedQuery
-from qkv.frameworks.stored_rows import WeighedRows
+from qkv.frameworks.stored_rows import Candidates, WeighedRows
 from qkv.scores import Score
 from qkv.util.deadline import check_deadline
 from qkv.util.types import Array
@@ -36,6 +41,9 @@ ROWS_PER_BEST_ROW = 6
 MIN_RERANKED_ROWS = 64
 MAX_UNINDEXED_SHARE = 0.5
 """If a larger share of the rows is in no index, all rows are scanned."""
+
+MAX_FOUND_ROWS_PER_BATCH = 2**22
+"""The number of found rows in memory at a time, which limits the queries of a batch."""
 
 NOTHING_MISSING = MissingWeight(0.0, 0.0, 0.0)
 NO_PART_MESSAGE = "most rows are in no index: call D.index()"
@@ -60,7 +68,8 @@ def check_approximate(approximate: Any, tolerance: Any) -> float:
     return float(approximate)
 
 
-class SearchPlan(NamedTuple):
+@dataclass(frozen=True)
+class SearchPlan:
     """How to find rows for a score and a weighting.
 
     `efforts` are tried in turn until the estimated missing weight is at most `missing_weight`. For
@@ -82,13 +91,20 @@ class SearchPlan(NamedTuple):
         options = (self.metric, self.selection, estimates_rest)
         return self.row_index.search(queries, effort.lists, effort.rows, *options)
 
+    @cached_property
+    def unindexed(self) -> np.ndarray:
+        """The positions of all selected rows without an index."""
+        unindexed, mask = self.row_index.unindexed, self.selection.mask
+        return unindexed if mask is None else unindexed[mask[unindexed]]
+
     def select_candidates(self, positions: np.ndarray) -> CandidateRows:
         """Return the rows that were found, and all selected rows without an index."""
-        unindexed, mask = self.row_index.unindexed, self.selection.mask
-        if mask is not None:
-            unindexed = unindexed[mask[unindexed]]
-        both = np.sort(np.concatenate([positions, unindexed]))
-        return CandidateRows(self.row_index.total, both, self.selection.missing_count)
+        both = np.sort(np.concatenate([positions, self.unindexed]))
+        return self.to_candidates(both)
+
+    def to_candidates(self, positions: np.ndarray) -> CandidateRows:
+        """Return the rows at ascending positions."""
+        return CandidateRows(self.row_index.total, positions, self.selection.missing_count)
 
 
 def plan_search(
@@ -98,7 +114,29 @@ def plan_search(
     selection: RowSelection,
     missing_weight: float,
 ) -> SearchPlan | str:
-    """Return how to find rows with the index, or why all rows must be scanned."""
+    """Return how to find rows with the index, or why all rows must be scanned.
+
+    The last plan is cached with the view.
+    """
+    arguments = score, weighting, selection
+    cached = view.index_cache.get("plan")
+    if cached and cached[1] == missing_weight and all(map(is_, arguments, cached[0])):
+        plan: SearchPlan | str = cached[2]
+        return plan
+    plan = _make_plan(view, *arguments, missing_weight)
+    # An array may have changed at the next call.
+    if not any(is_array(x) for part in (score, weighting) for x in vars(part).values()):
+        view.index_cache["plan"] = arguments, missing_weight, plan
+    return plan
+
+
+def _make_plan(
+    view: TableView,
+    score: Score,
+    weighting: Weighting,
+    selection: RowSelection,
+    missing_weight: float,
+) -> SearchPlan | str:
     if score.compares_keys:
         return "keys are compared themselves"
     if view.has_sparse_vectors:
@@ -158,18 +196,6 @@ def plan_search(
     return SearchPlan(index, metric, selection, efforts, limit, has_interval, min_best_score)
 
 
-def find_candidates(
-    plan: SearchPlan, code: np.ndarray
-) -> list[tuple[CandidateRows, float, Effort]]:
-    """Return for each query (n, d) its rows, the log-sum-exp of the rest, and the effort."""
-    queries = plan.metric.prepare_vectors(code)
-    found = plan.search(queries, plan.efforts[0])
-    return [
-        (plan.select_candidates(positions), float(log_rest), plan.efforts[0])
-        for positions, log_rest in zip(found.positions, found.log_rest, strict=True)
-    ]
-
-
 def answer_approximately(
     executor: QueryExecutor, queries: Any, missing_weight: float
 ) -> list[Answer]:
@@ -177,6 +203,7 @@ def answer_approximately(
 
     If the index cannot serve the call, the answers are exact, and their `engine` says why.
     """
+    names = executor.component_names
     executor = copy.copy(executor)
     vars(executor)["index_hint"] = ""
     if executor.index_refusal:
@@ -190,25 +217,76 @@ def answer_approximately(
     code = executor._encode_queries(queries).code
     if not plan.metric.fits_float32(code):
         return _answer_exactly(executor, queries, "a query has numbers that an index cannot hold")
-    answers = []
-    for i, (candidates, log_rest, effort) in enumerate(find_candidates(plan, code)):
-        check_deadline()
+    size = max(MAX_FOUND_ROWS_PER_BATCH // plan.efforts[0].rows, 1)
+    return [
+        answer
+        for at in range(0, len(queries), size)
+        for answer in _answer_batch(
+            executor, plan, queries[at : at + size], code[at : at + size], names
+        )
+    ]
+
+
+def _answer_batch(
+    executor: QueryExecutor,
+    plan: SearchPlan,
+    queries: Any,
+    code: np.ndarray,
+    names: dict[str, str],
+) -> list[Answer]:
+    """Return one answer for each query, whose vectors are `code` (n, d)."""
+    answers: dict[int, Answer] = {}
+    left = np.arange(len(queries))
+    for effort in plan.efforts:
+        found = plan.search(plan.metric.prepare_vectors(code[left]), effort)
+        weighed = _weigh_found_rows(executor, plan, code[left], found.positions)
+        keeps_weights = len(queries) * effort.rows <= MAX_CACHED_WEIGHTS_PER_BATCH
+        too_little = []
+        for i, log_rest, (positions, row) in zip(
+            left.tolist(), found.log_rest.tolist(), weighed, strict=True
+        ):
+            check_deadline()
+            one = queries[i : i + 1]
+            if not len(positions):
+                answers[i] = _answer_exactly(executor, one, "the index found no row")[0]
+                continue
+            run = CandidateExecutor(executor, plan, plan.to_candidates(positions), log_rest, effort)
+            vars(run)["component_names"] = names
+            row = run.compute_weights(one, True)[0] if row is None else row
+            missing = run.estimate_missing_weight(row, 0)
+            if missing is None or missing.estimate <= (plan.missing_weight or 0):
+                answers[i] = run._build_answer(queries[i], row, 0, keeps_weights, "")
+            else:
+                too_little.append(i)
+        left = np.array(too_little, int)
+        if not len(left):
+            break
+    for i in left.tolist():
         one = queries[i : i + 1]
-        if not len(candidates.positions):
-            answers += _answer_exactly(executor, one, "the index found no row")
-            continue
-        answer = _answer_from(executor, plan, candidates, log_rest, effort, one)
-        for effort in plan.efforts[1:]:
-            missing = answer.missing_weight
-            if missing is None or missing.estimate <= missing_weight:
-                break
-            found = plan.search(plan.metric.prepare_vectors(code[i : i + 1]), effort)
-            candidates = plan.select_candidates(found.positions[0])
-            answer = _answer_from(executor, plan, candidates, float(found.log_rest[0]), effort, one)
-        if answer.missing_weight is not None and answer.missing_weight.estimate > missing_weight:
-            answer = _answer_exactly(executor, one, "the index would miss too much weight")[0]
-        answers.append(answer)
-    return answers
+        answers[i] = _answer_exactly(executor, one, "the index would miss too much weight")[0]
+    return [answers[i] for i in range(len(queries))]
+
+
+def _weigh_found_rows(
+    executor: QueryExecutor, plan: SearchPlan, code: np.ndarray, found: np.ndarray
+) -> list[tuple[np.ndarray, WeighedRows | None]]:
+    """Return for each query (n, d) the ascending positions of its candidates, and their weights.
+
+    The candidates are the rows `found` (n, c) and all rows without an index. The weights are None
+    if they must be computed for the query alone, because there are many rows or scores overflow.
+    """
+    if found.shape[1] + len(plan.unindexed) > MAX_GATHERED_ROWS:
+        return [(plan.select_candidates(at[at >= 0]).positions, None) for at in found]
+    view, total = executor.view, plan.row_index.total
+    rows = Candidates(
+        own=np.sort(np.where(found < 0, total, found), axis=1),
+        shared=plan.unindexed,
+        total=total,
+        read_keys=view.read_key_vectors_at,
+        read_values=view.read_values_at if view.schema.can_pool_values else None,
+        cache=view.key_terms_cache(),
+    )
+    return weigh_candidates(rows, code, executor.score, executor.weighting)
 
 
 def _answer_exactly(executor: QueryExecutor, queries: Any, why: str) -> list[Answer]:
@@ -220,18 +298,6 @@ def _answer_exactly(executor: QueryExecutor, queries: Any, why: str) -> list[Ans
         if not answer.error_bound:  # there is one if shards of a cluster are lost
             fields["recall"], fields["missing_weight"] = 1.0, NOTHING_MISSING
     return answers
-
-
-def _answer_from(
-    executor: QueryExecutor,
-    plan: SearchPlan,
-    candidates: CandidateRows,
-    log_rest: float,
-    effort: Effort,
-    queries: Any,
-) -> Answer:
-    candidate_executor = CandidateExecutor(executor, plan, candidates, log_rest, effort)
-    return candidate_executor.answer_queries(queries)[0]
 
 
 class CandidateExecutor(QueryExecutor):
@@ -289,13 +355,20 @@ class CandidateExecutor(QueryExecutor):
         answer = super()._build_answer(query, weighed, i, keeps_weights, text, best)
         fields = vars(answer)
         fields["error_bound"], fields["recall"] = 1.0, effort.recall
-        if self.plan.missing_weight is not None and weighed.lse is not None:
-            estimate = share_of_rest(self.log_rest, float(weighed.lse[i]))
-            # For a query unlike the keys, the measured ratios mean nothing.
-            is_like_keys = float(weighed.best_score[i]) >= self.plan.min_best_score
-            has_interval = self.plan.has_interval and is_like_keys
-            fields["missing_weight"] = effort.correct_estimate(estimate, has_interval)
+        fields["missing_weight"] = self.estimate_missing_weight(weighed, i)
         return answer
+
+    def _read_records(self, positions: np.ndarray) -> list[dict[str, Any]]:
+        return self.view.read_rows_at(positions)
+
+    def estimate_missing_weight(self, weighed: WeighedRows, i: int) -> MissingWeight | None:
+        """Return the estimated weight of the other rows; None if only the best rows are wanted."""
+        if self.plan.missing_weight is None or weighed.lse is None:
+            return None
+        estimate = share_of_rest(self.log_rest, float(weighed.lse[i]))
+        # For a query unlike the keys, the measured ratios mean nothing.
+        is_like_keys = float(weighed.best_score[i]) >= self.plan.min_best_score
+        return self.effort.correct_estimate(estimate, self.plan.has_interval and is_like_keys)
 
 
 def attend_approximately(
@@ -323,7 +396,8 @@ def attend_approximately(
     host = to_numpy(fw.detach(query))
     if not plan.metric.fits_float32(host):
         return None
-    for i, (candidates, _, _) in enumerate(find_candidates(plan, host)):
+    found = plan.search(plan.metric.prepare_vectors(host), plan.efforts[0])
+    for i, candidates in enumerate(map(plan.select_candidates, found.list_positions())):
         if not len(candidates.positions):
             return None
         rows = view.open_vectors(candidates, value=True)

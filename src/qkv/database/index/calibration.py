@@ -305,7 +305,7 @@ def _measure_queries(
     """Return (recall, missing weight, estimated missing weight) of each query, (n, 3)."""
     found = index.search(queries, lists, rows, metric)
     out = np.empty((len(queries), 3))
-    for i, positions in enumerate(found.positions):
+    for i, positions in enumerate(found.list_positions()):
         if own is not None:
             positions = positions[positions != own[i]]
         reranked = np.concatenate([positions[:RERANKED_ROWS], index.unindexed])

@@ -28,12 +28,18 @@ MAX_SCORES_PER_SEARCH = 2**24
 class FoundRows(NamedTuple):
     """The rows that a search has found, for n queries.
 
-    - `positions`: for each query the positions of its rows, by their codes the nearest first
+    - `positions` (n, c): for each query the positions of its rows, by their codes the nearest
+      first; −1 fills up the end
     - `log_rest` (n,): the estimated log Σ exp(score) over all indexed rows that were not found
     """
 
-    positions: list[np.ndarray]
+    positions: np.ndarray
     log_rest: np.ndarray
+
+    def list_positions(self) -> list[np.ndarray]:
+        """Return for each query the positions of the rows that were found."""
+        counts = (self.positions >= 0).sum(axis=1).tolist()
+        return [row[:count] for row, count in zip(self.positions, counts, strict=True)]
 
 
 class _AllowedRows(NamedTuple):
@@ -41,6 +47,10 @@ class _AllowedRows(NamedTuple):
 
     bits: list[np.ndarray | None]
     counts: np.ndarray
+
+    @property
+    def are_all(self) -> bool:
+        return all(bits is None for bits in self.bits)
 
 
 class _IndexedPart(NamedTuple):
@@ -60,9 +70,10 @@ class _IndexedPart(NamedTuple):
 
     def to_positions(self, rows: np.ndarray, ranks: np.ndarray | None) -> np.ndarray:
         """Return the positions among all rows for rows of the segment; −1 stays −1."""
-        at = rows - self.begin
-        places = at if ranks is None else ranks[np.maximum(at, 0)]
-        return np.where(rows < 0, -1, self.start + places)
+        offset, is_none = self.start - self.begin, rows < 0
+        if ranks is not None:
+            return np.asarray(np.where(is_none, -1, ranks[np.maximum(rows - self.begin, 0)]))
+        return np.asarray(rows if not offset else np.where(is_none, -1, rows + offset))
 
 
 class RowIndex:
@@ -94,9 +105,9 @@ class RowIndex:
 
     @cached_property
     def _ranks(self) -> list[np.ndarray | None]:
-        """For each part the number of live rows before each row, or None if all are live."""
+        """For each part the position of each row, or None if all are live."""
         return [
-            None if part.live is None else (np.cumsum(part.live) - 1).astype(np.int64)
+            None if part.live is None else (part.start + np.cumsum(part.live) - 1).astype(np.int64)
             for part in self.parts
         ]
 
@@ -107,6 +118,10 @@ class RowIndex:
     @cached_property
     def _list_spreads(self) -> np.ndarray:
         return np.concatenate([part.segment_index.spread for part in self.parts]).astype(float)
+
+    @cached_property
+    def _list_deviations(self) -> np.ndarray:
+        return np.asarray(np.sqrt(self._list_spreads))
 
     @cached_property
     def rows_per_list(self) -> float:
@@ -140,10 +155,9 @@ class RowIndex:
             )
             for at in range(0, len(queries), step)
         ]
-        return FoundRows(
-            [positions for each in found for positions in each.positions],
-            np.concatenate([np.zeros(0), *(each.log_rest for each in found)]),
-        )
+        if len(found) == 1:
+            return found[0]
+        return FoundRows(*(np.concatenate(x) for x in zip(*found, strict=True)))
 
     def _search_batch(
         self,
@@ -156,39 +170,49 @@ class RowIndex:
     ) -> FoundRows:
         check_deadline()
         allowed = self._find_allowed_rows(selection)
-        n, similarity = len(queries), self._list_similarity(queries, metric)
-        lists = min(lists, self.list_count)
-        if all(bits is None for bits in allowed.bits):
-            nearest = np.argpartition(-similarity, lists - 1, axis=1)[:, :lists]
-            is_read = np.ones(nearest.shape, bool)
+        similarity, at = self._list_similarity(queries, metric), np.arange(len(queries))[:, None]
+        first = self.list_count - min(lists, self.list_count)
+        is_read = None
+        if allowed.are_all:
+            nearest = similarity.argpartition(first, axis=1)[:, first:]
         else:
-            nearest = np.argsort(-similarity, axis=1, kind="stable")
-            read = np.cumsum(allowed.counts[nearest], axis=1)
-            needed = (read < lists * self.rows_per_list).sum(axis=1) + 1
-            needed = needed.clip(lists, self.list_count)
-            nearest = nearest[:, : int(needed.max(initial=1))]
-            # In a batch, each query reads what it would read alone.
-            is_read = np.arange(nearest.shape[1]) < needed[:, None]
-        closeness = np.take_along_axis(similarity, nearest, axis=1)
+            nearest, is_read = self._choose_lists(similarity, lists, allowed.counts)
+        closeness = similarity[at, nearest]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         for part, bits, ranks in zip(self.parts, allowed.bits, self._ranks, strict=True):
-            local = nearest - part.first_list
-            is_inside = (local >= 0) & (local < part.segment_index.list_count)
-            local = np.where(is_read & is_inside, local, -1)
+            local = nearest
+            if is_read is not None or len(self.parts) > 1:
+                local = nearest - part.first_list
+                is_inside = (local >= 0) & (local < part.segment_index.list_count)
+                local = np.where(is_inside if is_read is None else is_inside & is_read, local, -1)
             size = min(count, part.segment_index.rows)
             rows, nearness = part.segment_index.search(queries, local, closeness, size, bits)
-            nearness = np.where(rows < 0, -np.inf, nearness)
+            nearness[rows < 0] = -np.inf
             parts.append((part.to_positions(rows, ranks), nearness))
-        positions, nearness = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-        order = np.argsort(-nearness, axis=1, kind="stable")[:, :count]
-        positions = np.take_along_axis(positions, order, axis=1)
-        nearness = np.take_along_axis(nearness, order, axis=1)
-        log_rest = np.full(n, np.nan)
+        positions, nearness = parts[0]
+        if len(parts) > 1:
+            positions, nearness = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+            order = (-nearness).argsort(axis=1, kind="stable")[:, :count]
+            positions, nearness = positions[at, order], nearness[at, order]
+        log_rest = np.full(len(queries), np.nan)
         if estimates_rest:
             log_rest = self._estimate_rest(
                 queries, similarity, nearest, is_read, nearness, metric, allowed.counts
             )
-        return FoundRows([row[row >= 0] for row in positions.reshape(n, -1)], log_rest)
+        return FoundRows(positions, log_rest)
+
+    def _choose_lists(
+        self, similarity: np.ndarray, lists: int, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the nearest lists of each query that have as many of the `counts` as `lists`
+        lists have rows, (n, p), and a mask (n, p) of those that the query reads."""
+        nearest = np.argsort(-similarity, axis=1, kind="stable")
+        read = np.cumsum(counts[nearest], axis=1)
+        needed = (read < lists * self.rows_per_list).sum(axis=1) + 1
+        needed = needed.clip(min(lists, self.list_count), self.list_count)
+        nearest = nearest[:, : int(needed.max(initial=1))]
+        # In a batch, each query reads what it would read alone.
+        return nearest, np.arange(nearest.shape[1]) < needed[:, None]
 
     def _list_similarity(self, queries: np.ndarray, metric: IndexMetric) -> np.ndarray:
         """Return the similarity of each query to the mean of each list, (n, L)."""
@@ -212,7 +236,7 @@ class RowIndex:
         queries: np.ndarray,
         similarity: np.ndarray,
         nearest: np.ndarray,
-        is_read: np.ndarray,
+        is_read: np.ndarray | None,
         nearness: np.ndarray,
         metric: IndexMetric,
         counts: np.ndarray,
@@ -222,26 +246,33 @@ class RowIndex:
         The rows of a list count as scattered evenly around its mean. The largest deviation of m
         such rows is about √(2 ln m) standard deviations, which limits the sum.
         """
-        slope, spread = metric.slope, self._list_spreads
-        similarity = similarity.astype(float)
+        slope, at = metric.slope, np.arange(len(queries))[:, None]
         if metric.is_distance:
-            variance = -2 * similarity * spread
-            similarity = similarity - spread * self._list_means.shape[1] / 2
+            offset = self._list_spreads * (slope * self._list_means.shape[1] / 2)
+            log_mass = slope * similarity.astype(float)
+            # The variance of the similarities of a list is −2 · similarity · spread.
+            deviation = np.sqrt(-2 * slope * log_mass * self._list_spreads)
+            log_mass -= offset
         else:
-            variance = np.square(queries.astype(float)).sum(axis=1)[:, None] * spread
+            log_mass = slope * similarity.astype(float)
+            length = np.sqrt(np.einsum("ij,ij->i", queries, queries, dtype=float))
+            deviation = (slope * length[:, None]) * self._list_deviations
         log_count = np.log(np.maximum(counts, 1e-300))
-        limit = np.sqrt(2 * np.maximum(log_count, 0))
-        deviation = slope * np.sqrt(variance)
-        gain = np.where(deviation < limit, deviation**2 / 2, limit * deviation - limit**2 / 2)
-        log_mass = log_count + slope * similarity + gain
-        mass_of_nearest = np.take_along_axis(log_mass, nearest, axis=1)
-        chosen = np.where(is_read, mass_of_nearest, -np.inf)
-        unread = np.where(is_read, -np.inf, mass_of_nearest)
-        np.put_along_axis(log_mass, nearest, unread, axis=1)
+        # x²/2, continued by its tangent beyond the limit: (x² − max(x − limit, 0)²) / 2
+        excess = np.maximum(deviation - np.sqrt(2 * np.maximum(log_count, 0)), 0)
+        log_mass += log_count + (deviation + excess) * (deviation - excess) / 2
+        chosen = log_mass[at, nearest]
+        if is_read is None:
+            log_mass[at, nearest] = -np.inf
+            left = counts[nearest].sum(axis=1)
+        else:
+            log_mass[at, nearest] = np.where(is_read, -np.inf, chosen)
+            chosen = np.where(is_read, chosen, -np.inf)
+            left = np.where(is_read, counts[nearest], 0).sum(axis=1)
         # In the lists that were read, no other row is nearer than the last one that was found.
-        left = np.where(is_read, counts[nearest], 0).sum(axis=1)
-        left = left - np.isfinite(nearness).sum(axis=1)
-        last = np.where(np.isfinite(nearness), nearness, np.inf).min(axis=1).astype(float)
+        is_found = nearness > -np.inf
+        left = left - is_found.sum(axis=1)
+        last = nearness.min(axis=1, initial=np.inf, where=is_found).astype(float)
         with np.errstate(divide="ignore"):
             most = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + slope * last, -np.inf)
         most = np.where(np.isfinite(last), most, np.inf)

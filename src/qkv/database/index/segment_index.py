@@ -163,6 +163,7 @@ class SegmentIndex:
         self.start = arrays["start"]
         self.counts = np.diff(self.start)
         self.row_of_entry = arrays["row"]
+        self._faiss = load_faiss()
         self._lists = self._load_lists(arrays)
 
     @property
@@ -171,7 +172,7 @@ class SegmentIndex:
 
     def _load_lists(self, arrays: Mapping[str, np.ndarray]) -> Any:
         """Return the lists as an index of FAISS, in which the id of an entry is its row."""
-        faiss = load_faiss()
+        faiss = self._faiss
         is_8_bit = arrays["code"].dtype == np.uint8
         kind = faiss.METRIC_L2 if self.metric == "distance" else faiss.METRIC_INNER_PRODUCT
         lists = faiss.IndexIVFScalarQuantizer(
@@ -212,26 +213,32 @@ class SegmentIndex:
         similarities of the queries to the means of these lists. `allowed` are the bits of the rows
         that may be returned, or None. The row −1 fills up what was not found.
         """
-        faiss = load_faiss()
+        faiss, swig_ptr = self._faiss, self._faiss.swig_ptr
         queries = np.ascontiguousarray(queries, np.float32)
         lists = np.ascontiguousarray(lists, np.int64)
         similarity = np.empty((len(queries), count), np.float32)
         rows = np.empty((len(queries), count), np.int64)
         nearness = np.ascontiguousarray(list_similarity, np.float32)
-        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1])
-        if allowed is not None:
-            selector = faiss.IDSelectorBitmap(len(allowed), faiss.swig_ptr(allowed))
+        if allowed is None:
+            parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1])
+        else:
+            selector = faiss.IDSelectorBitmap(len(allowed), swig_ptr(allowed))
             parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1], sel=selector)
         # The wrapper of this method in Python takes no parameters.
         self._lists.search_preassigned_c(
             len(queries),
-            *map(faiss.swig_ptr, (queries,)),
+            swig_ptr(queries),
             count,
-            *map(faiss.swig_ptr, (lists, nearness, similarity, rows)),
+            swig_ptr(lists),
+            swig_ptr(nearness),
+            swig_ptr(similarity),
+            swig_ptr(rows),
             False,
             parameters,
         )
-        return rows, similarity * np.float32(-0.5) if self.metric == "distance" else similarity
+        if self.metric == "distance":
+            similarity *= np.float32(-0.5)
+        return rows, similarity
 
 
 def _read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:

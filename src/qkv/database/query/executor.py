@@ -226,7 +226,7 @@ class QueryExecutor(RowScan):
     def _positions_with_key(self, key: Any) -> np.ndarray:
         """Return the positions of the rows with this key that take part in the answer."""
         positions = self.view.find_positions(self.view.find_ids(key))
-        return positions if self.allowed_rows is None else positions[self.allowed_rows[positions]]
+        return np.asarray(positions[self.selection.are_selected(positions)])
 
     def _build_answer(
         self,
@@ -437,7 +437,7 @@ class LocalBackend(AnswerBackend):
             raise ArgumentError(
                 f"row {position} does not exist: rows are numbered 0 to {rows - 1:,}"
             )
-        if not (executor.allowed_rows is None or executor.allowed_rows[position]):
+        if not executor.selection.are_selected(np.array([position]))[0]:
             raise ArgumentError(
                 f"row {position} did not take part in this answer, which is the same without it"
             )

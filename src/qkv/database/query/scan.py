@@ -175,8 +175,8 @@ class RowScan:
         Among equal weights, the lowest index comes first. Rows without weight are left out.
         """
         size = weights if self.weighting.is_convex else np.abs(weights)
-        if top >= len(size):
-            order = (-size).argsort(kind="stable")
+        if top >= len(size) or len(size) <= ROWS_PER_RUN:
+            order = (-size).argsort(kind="stable")[:top]
         else:
             # The largest weights are in those runs that have the largest maxima.
             starts = np.arange(0, len(size), ROWS_PER_RUN)

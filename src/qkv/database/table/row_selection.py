@@ -40,6 +40,10 @@ class RowSelection:
             return None
         return np.flatnonzero(self.mask)
 
+    def are_selected(self, positions: np.ndarray) -> np.ndarray:
+        """Return whether the rows at these positions are selected."""
+        return np.ones(len(positions), bool) if self.mask is None else self.mask[positions]
+
     @property
     def read_count(self) -> int:
         """The number of rows that are read."""
@@ -65,6 +69,9 @@ class CandidateRows(RowSelection):
     def __init__(self, total: int, positions: np.ndarray, missing_count: int = 0):
         self.row_count, self.total, self.missing_count = len(positions), total, missing_count
         self._positions = positions
+
+    def are_selected(self, positions: np.ndarray) -> np.ndarray:
+        return np.isin(positions, self._positions)
 
     @cached_property
     def mask(self) -> np.ndarray:  # type: ignore[override]

@@ -293,6 +293,22 @@ class TableView:
 
     def read_rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return the cells of the rows with these ids, by column."""
+        return self._fill_vectors(ids, self._read_cells(ids))
+
+    def read_rows_at(self, positions: np.ndarray) -> list[dict[str, Any]]:
+        """Return the cells of the rows at these positions, without a search for their ids."""
+        rows = self._read_cells(self.ids[positions].tolist())
+        for column, role in self.schema.vector_columns.items():
+            if role == "key" and "key" not in self.snapshot.tensor_names:
+                vectors = self.read_key_vectors_at(positions)
+            else:
+                vectors = self.read_tensor_at(role, positions)
+            for row, vector in zip(rows, vectors, strict=True):
+                row[column] = vector
+        return rows
+
+    def _read_cells(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the cells of the rows with these ids, without those that are vectors."""
         short, fresh = self._row_cache, {}
         new = [id_ for id_ in ids if id_ not in short]
         if new:
@@ -304,7 +320,7 @@ class TableView:
                     map(type, row.values())
                 ):
                     self._row_cache[id_] = row
-        return self._fill_vectors(ids, [(fresh if i in fresh else short)[i].copy() for i in ids])
+        return [(fresh if i in fresh else short)[i].copy() for i in ids]
 
     def read_values(self, ids: Sequence[int]) -> list[Any]:
         """Return the values of the rows with these ids."""
@@ -579,6 +595,39 @@ class TableView:
             np.concatenate(values) if values else None,
             scale=np.concatenate(scales) if scales else None,
         )
+
+    def read_tensor_at(self, name: str, positions: np.ndarray) -> np.ndarray:
+        """Return a tensor of the rows at some positions in any order, (…, width) or (…)."""
+        starts, parts, live_rows = self._located_parts
+        if len(parts) == 1:
+            parts[0].check_not_truncated()
+            at = positions if live_rows[0] is None else live_rows[0][positions]
+            return np.asarray(parts[0].tensors[name][at])
+        part_of_row = np.searchsorted(starts, positions, side="right") - 1
+        first = parts[0].tensors[name]
+        out = np.empty((*positions.shape, *first.shape[1:]), first.dtype)
+        for i in np.unique(part_of_row).tolist():
+            here, live = part_of_row == i, live_rows[i]
+            parts[i].check_not_truncated()
+            at = positions[here] - starts[i]
+            out[here] = parts[i].tensors[name][at if live is None else live[at]]
+        return out
+
+    def read_key_vectors_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the vectors of the keys at some positions in any order, (…, width)."""
+        key = self.read_tensor_at("code", positions)
+        if not self.is_int8:
+            return key
+        scale = self.read_tensor_at("scale", positions)
+        return np.asarray(key.astype(scale.dtype) * scale[..., None])
+
+    def read_values_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the values at some positions in any order, (…, d_v)."""
+        return self.read_tensor_at("value", positions)
+
+    def key_terms_cache(self) -> KeyTermsCache:
+        """Return the cached key terms of all rows."""
+        return KeyTermsCache(self._key_terms_cache[False], len(self.ids))
 
     @cached_property
     def _located_parts(self) -> tuple[np.ndarray, list[Segment], list[np.ndarray | None]]:

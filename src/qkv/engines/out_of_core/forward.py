@@ -308,11 +308,7 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
                 value, weights = cut.read_values(used), weights[:, used]
             else:
                 value = cut.read_values()
-        weights = weights.astype(np.result_type(weights, value), copy=False)
-        total = pool_by_weights(weights, value, None, None, sparse=True)  # where 0 · ∞ is 0
-        return (
-            (total, np.add.reduce(weights, 1), _common_value(value, weights)) if mean else (total,)
-        )
+        return pool_block(weights, value, mean)
 
     size = max(min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ), 512)
     cuts = rows.iter_spans(size, prefetch_fields=("value",) if sparse is None else ())
@@ -320,6 +316,15 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
         pool_cut, merge_sums, none, cuts
     )
     return sums
+
+
+def pool_block(weights: np.ndarray, value: np.ndarray, mean: bool) -> PooledSums:
+    """Return the sums over some rows, for their weights (n, c) and values (c, d_v)."""
+    weights = weights.astype(np.result_type(weights, value), copy=False)
+    total = pool_by_weights(weights, value, None, None, sparse=True)  # where 0 · ∞ is 0
+    if not mean:
+        return (total,)
+    return total, np.add.reduce(weights, 1), _common_value(value, weights)
 
 
 def merge_sums(one: PooledSums, two: PooledSums) -> PooledSums:

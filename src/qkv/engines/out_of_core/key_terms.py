@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qkv.frameworks.ragged import DenseAndSparse
-from qkv.frameworks.stored_rows import RowSpan, StoredRows
+from qkv.frameworks.stored_rows import KeyTermsCache, RowSpan, StoredRows
 from qkv.scores import Score
 
 SAMPLED_ROWS = 512
@@ -34,14 +34,24 @@ def adapt_score(rows: StoredRows, score: Score, dtype: Any) -> Score:
 def load_key_terms(
     rows: StoredRows, score: Score, span: RowSpan, key: np.ndarray, dtype: Any
 ) -> np.ndarray | None:
-    """Return the terms (c,) of the keys (c, d) of a span in a dtype, or None if there are none.
+    """Return the terms (c,) of the keys (c, d) of a span in a dtype, or None if there are none."""
+    if type(score).key_terms is Score.key_terms:
+        return None
+    cache = rows.key_terms_cache
+    return load_key_terms_at(cache, cache.rows_of(span), score, key, dtype)
 
-    They are computed when they are first needed, by whichever engine reads the span first. Threads
+
+def load_key_terms_at(
+    cache: KeyTermsCache, at: slice | np.ndarray, score: Score, key: np.ndarray, dtype: Any
+) -> np.ndarray | None:
+    """Return the terms of the keys (…, d) at the positions `at` (…), or None if there are none.
+
+    They are computed when they are first needed, by whichever engine reads the rows first. Threads
     may compute the same terms twice, with equal results.
     """
     if type(score).key_terms is Score.key_terms:
         return None
-    cache, kind = rows.key_terms_cache, (type(score), np.dtype(dtype))
+    kind = type(score), np.dtype(dtype)
     signature = *kind, score.key_terms_signature
     terms = cache.arrays.get(signature)
     if terms is None:
@@ -49,9 +59,8 @@ def load_key_terms(
         for other in [x for x in list(cache.arrays) if x[:2] == kind]:
             cache.arrays.pop(other, None)
         terms = cache.arrays.setdefault(signature, np.full(cache.total, np.nan, dtype))
-    at = cache.rows_of(span)
     part: np.ndarray = terms[at]
-    total = np.add.reduce(part)
+    total = np.add.reduce(part, axis=None)
     if np.isnan(total):
         new = score.key_terms(key.astype(dtype, copy=False))
         terms[at] = UNUSABLE if new is None else new
