@@ -37,14 +37,11 @@ PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 # Parts of the unit tests, each in one process, the longest first. A folder inside another
 # one is a part of its own: unit-rest has every folder that is not named.
-UNIT := unit-rest unit-database unit-layers unit-triton unit-docs unit-page unit-engines unit-serve
-FOLDERS_unit-engines := tests/engines
-FOLDERS_unit-triton := tests/engines/triton
-FOLDERS_unit-page := tests/page
-FOLDERS_unit-database := tests/database
-FOLDERS_unit-layers := tests/nn tests/keras tests/cluster tests/transformers
+UNIT := unit-rest unit-database unit-layers unit-docs unit-page
+FOLDERS_unit-database := tests/database tests/serve tests/cli
+FOLDERS_unit-layers := tests/nn tests/keras tests/cluster tests/transformers tests/engines/triton
 FOLDERS_unit-docs := tests/docs tests/examples tests/bench tests/plot
-FOLDERS_unit-serve := tests/serve tests/cli
+FOLDERS_unit-page := tests/page
 FOLDERS_unit-rest := tests
 SUITES := $(UNIT) $(if $(MXNET),mxnet) doctest layers
 

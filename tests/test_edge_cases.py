@@ -22,7 +22,7 @@ from qkv.engines import streaming
 from qkv.frameworks import get_framework, to_numpy
 from tests.sampling import FULL
 
-pytestmark = pytest.mark.sample_of_module(300)
+pytestmark = pytest.mark.sample_of_module(200)
 
 FRAMEWORKS = os.environ.get("QKV_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(",")
 QUICK = ("numpy", "torch")

@@ -28,7 +28,7 @@ from tests.sampling import FULL
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.sample_of_module(1000)
+pytestmark = pytest.mark.sample_of_module(600)
 
 N, M, D, DV, HIDDEN = 4, 7, 3, 2, 4
 FAR, SHUT = 2, 3

@@ -509,6 +509,7 @@ TABLE = [("scores", module, names, check_score) for module, names in SCORES.item
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("package", "module", "names", "check"), TABLE, ids=lambda x: str(x)[:20])
 def test_every_mutant_is_caught(package, module, names, check):
     cases = [

@@ -68,7 +68,7 @@ def compute_expected(fw: Any, half: str, name: str) -> np.ndarray:
     return qkv.attend(*arrays, **rounded, engine="dense")
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize(("fw", "half"), HALVES)
 def test_they_are_computed_with_in_float32(fw: Any, half: str, name: str) -> None:
@@ -95,7 +95,7 @@ def check_dtype(fw: Any, half: str, name: str, engine: str | None) -> None:
     np.testing.assert_array_equal(to_numpy(again), to_numpy(out))
 
 
-@pytest.mark.sample(35)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize(("fw", "half"), HALVES)
 def test_every_entry_point_takes_them(fw: Any, half: str, name: str) -> None:

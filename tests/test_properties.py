@@ -21,7 +21,7 @@ from qkv.engines.call import make_block
 from qkv.frameworks import to_numpy
 from qkv.util.types import Span
 
-pytestmark = pytest.mark.sample_of_module(100)
+pytestmark = pytest.mark.sample_of_module(60)
 
 SEEDS = st.integers(0, 2**32 - 1)
 LENGTHS = st.integers(1, 9)

@@ -16,7 +16,7 @@ from tests import cases
 from tests.transforms import OPTIONS, TORCH, arrays, build_arguments, cells
 from tests.transforms_layers import GAPS, LAYERS, PEER
 
-pytestmark = pytest.mark.sample_of_module(10)
+pytestmark = pytest.mark.sample_of_module(7)
 
 torch = pytest.importorskip("torch")
 

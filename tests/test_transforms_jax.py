@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax")
 
 from tests.transforms_jax import JAX  # noqa: E402
 
-pytestmark = pytest.mark.sample_of_module(6)
+pytestmark = pytest.mark.sample_of_module(4)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tests.transforms import OPTIONS, build_arguments, cells
 from tests.transforms_tensorflow import TENSORFLOW, assert_close, compute_gradients
 
 pytestmark = [
-    pytest.mark.sample_of_module(6),
+    pytest.mark.sample_of_module(4),
     pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow"),
 ]
 

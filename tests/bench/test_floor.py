@@ -14,7 +14,7 @@ from bench._pairwise import cover_pairs, list_pairs, list_single_steps
 from bench._plain import load_plain
 from bench._turns import CallTimeoutError, limit_seconds, take_turns
 
-pytestmark = pytest.mark.sample_of_module(24)
+pytestmark = pytest.mark.sample_of_module(14)
 
 FACTORS = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("p", "q", "r"), "d": ("u", "v")}
 

@@ -340,7 +340,7 @@ def _sizes(name: str) -> Iterable[int]:
 
 
 CHECKS = _names()
-PAIRS = sample([(name, size) for name in CHECKS for size in _sizes(name)], 40)
+PAIRS = sample([(name, size) for name in CHECKS for size in _sizes(name)], 16)
 """The names of the checks, each with a number of processes."""
 
 

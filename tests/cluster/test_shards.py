@@ -20,6 +20,8 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.page.views import build_views
 from tests.cluster.local_shards import cluster
 
+pytestmark = pytest.mark.sample_of_module(20)
+
 PAIRS: list[tuple[Any, Any]] = [
     (None, "softmax"),
     ("dot", weightings.Softmax(0.3)),

@@ -124,7 +124,7 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=200 if FULL else 25,
+    max_examples=200 if FULL else 12,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("docutils")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("page", gallery.PAGES, ids=lambda page: page.stem)
 def test_page_runs_and_draws(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gallery.run(page)

@@ -17,7 +17,7 @@ from tests.cases import LEARNED, SCORES, WEIGHTINGS, case
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 from tests.sampling import FULL, sample
 
-pytestmark = pytest.mark.sample_of_module(50 * len(FRAMEWORKS))
+pytestmark = pytest.mark.sample_of_module(36 * len(FRAMEWORKS))
 
 FUNCTIONS_REFUSED = ("tensorflow", "mxnet")
 

@@ -10,7 +10,7 @@ from qkv import masks, scores, weightings
 from qkv.frameworks import to_numpy
 from tests.cases import SCORES, WEIGHTINGS
 
-pytestmark = pytest.mark.sample_of_module(20)
+pytestmark = pytest.mark.sample_of_module(12)
 
 N, M, D, DV = 3, 5, 2, 2
 rng = np.random.default_rng(11)

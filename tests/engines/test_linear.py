@@ -16,7 +16,7 @@ from qkv.frameworks import get_framework, to_numpy
 from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 
-pytestmark = pytest.mark.sample_of_module(70)
+pytestmark = pytest.mark.sample_of_module(45)
 
 rng = np.random.default_rng(0)
 N, M, D = 310, 290, 5

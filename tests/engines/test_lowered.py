@@ -19,7 +19,7 @@ from tests.engines.test_battery import SPARSELY
 from tests.installed_frameworks import FRAMEWORKS, WITH_GRADIENTS
 from tests.sampling import sample
 
-pytestmark = pytest.mark.sample_of_module(100)
+pytestmark = pytest.mark.sample_of_module(60)
 
 LOWERED = ("multiplicative", "cosine", "learned_cosine", "gaussian", "learned_gaussian", "additive")
 COVERING = [

@@ -11,7 +11,7 @@ from qkv.errors import EngineError
 from qkv.frameworks import get_framework, to_numpy
 from tests.installed_frameworks import FRAMEWORKS
 
-pytestmark = pytest.mark.sample_of_module(40)
+pytestmark = pytest.mark.sample_of_module(25)
 
 M, N, D = 4096, 8, 4
 rng = np.random.default_rng(5)

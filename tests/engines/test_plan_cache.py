@@ -23,7 +23,7 @@ from qkv.frameworks import get_framework, to_numpy
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.sample_of_module(60)
+pytestmark = pytest.mark.sample_of_module(40)
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 6e-2, "float32": 3e-5, "float64": 1e-10}
 OPTION_SETS: dict[str, dict[str, Any]] = {

@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib")
 
 from examples import dates  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(8)
+
 BOTH = pytest.mark.parametrize("name", list(dates.MODELS))
 TEXTS = ["3 Mar 2021", "Wednesday, 3rd of September 2021", "1999/12/31"]
 

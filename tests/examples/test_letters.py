@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib")
 from examples import letters  # noqa: E402
 from qkv import nn  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(5)
+
 EACH = pytest.mark.parametrize("kind", list(letters.KINDS))
 TEXT = letters.text()
 

@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 import qkv  # noqa: E402
 from examples import memory  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(3)
+
 
 def test_it_learns_without_training_and_forgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

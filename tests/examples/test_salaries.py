@@ -16,6 +16,8 @@ pytest.importorskip("matplotlib")
 from examples import salaries  # noqa: E402
 from qkv import scores  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(6)
+
 PICTURES = {"salaries.png", "diabetes.png", "homes.png", "training.png"}
 
 

@@ -14,6 +14,8 @@ pytest.importorskip("matplotlib")
 
 from examples import sorting  # noqa: E402
 
+pytestmark = pytest.mark.sample_of_module(5)
+
 PICTURES = {"training.png", "pointers.png", "counting.png"}
 
 

@@ -11,6 +11,8 @@ import qkv
 from qkv import scores
 
 jax = pytest.importorskip("jax")
+
+pytestmark = pytest.mark.sample_of_module(5)
 jnp = jax.numpy
 
 SCORES = {

@@ -14,7 +14,7 @@ from qkv.frameworks.torch import is_finite
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.sample_of_module(20)
+pytestmark = pytest.mark.sample_of_module(14)
 
 KINDS = {
     "native": {},

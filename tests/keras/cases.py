@@ -25,7 +25,10 @@ from qkv.keras import (
 )
 
 # Keras's variables were written for an older NumPy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy"),
+    pytest.mark.sample_of_module(26),
+]
 
 BACKEND = keras.backend.backend()
 RNG = np.random.default_rng(5)

@@ -23,7 +23,7 @@ from qkv.nn import (  # noqa: E402
 )
 from tests.transforms import TORCH  # noqa: E402
 
-pytestmark = pytest.mark.sample_of_module(38)
+pytestmark = pytest.mark.sample_of_module(26)
 
 FULL = True
 """Whether torch.compile must take each layer as one graph."""

@@ -17,7 +17,7 @@ from qkv.util.formatting import format_one_line
 from tests.browser import wait_until
 from tests.page.test_html_file import read_number, weights
 
-pytestmark = pytest.mark.sample_of_module(16)
+pytestmark = pytest.mark.sample_of_module(11)
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,6 +20,8 @@ from tests.page.test_sentence import numbers, softmax
 from tests.serve.conftest import serving
 from tests.serve.test_page import at_work
 
+pytestmark = pytest.mark.sample_of_module(2)
+
 NAMES = {
     "Zhang": "Aston",
     "Lipton": "Zachary",

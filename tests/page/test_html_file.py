@@ -10,7 +10,7 @@ from qkv.database.encoders import Numbers
 from qkv.page import to_html
 from qkv.page.html_file import read_module
 
-pytestmark = pytest.mark.sample_of_module(11)
+pytestmark = pytest.mark.sample_of_module(7)
 
 NAMES = {"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex", "Hu": "Rachel"}
 SALARIES = {2.5: 60.0, 3.0: 70.0, 3.2: 71.0, 3.6: 86.0, 3.9: 95.0}

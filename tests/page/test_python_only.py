@@ -22,7 +22,7 @@ from tests.page.test_database import salaries, shown_as
 from tests.page.test_scores import KEYS, SHOWN, column, type_number
 from tests.serve.test_page import at_work
 
-pytestmark = pytest.mark.sample_of_module(5)
+pytestmark = pytest.mark.sample_of_module(3)
 
 
 @dataclass(frozen=True)

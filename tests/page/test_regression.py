@@ -13,7 +13,7 @@ from qkv import masks, scores, weightings
 from qkv.page import to_html
 from qkv.page.points import points as points_of
 
-pytestmark = pytest.mark.sample_of_module(6)
+pytestmark = pytest.mark.sample_of_module(4)
 
 RNG = np.random.default_rng(3)
 X = np.sort(RNG.uniform(0, 4, 14)).round(2)

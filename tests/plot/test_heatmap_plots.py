@@ -16,6 +16,8 @@ from qkv.plot import heatmaps
 
 matplotlib = pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.sample_of_module(60)
+
 BASELINE = Path(__file__).parent / "baseline"
 
 

@@ -19,8 +19,8 @@ from tests.sampling import FULL
 from tests.serve.conftest import serving
 
 TOKEN = "a-token-that-writes"
-CASES = 2000 if FULL else 300
-EXAMPLES_PER_ROUTE = 70 if FULL else 10
+CASES = 2000 if FULL else 150
+EXAMPLES_PER_ROUTE = 70 if FULL else 5
 STATUSES = {200, 400, 401, 404, 405, 415, 422} | ({409} if FULL else set())
 
 

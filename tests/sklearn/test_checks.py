@@ -10,7 +10,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from qkv.sklearn import AttentionClassifier, AttentionRegressor, AttentionTransformer
 
-pytestmark = pytest.mark.sample_of_module(180)
+pytestmark = pytest.mark.sample_of_module(120)
 
 
 @parametrize_with_checks(

@@ -29,7 +29,7 @@ from qkv.transformers import register  # noqa: E402
 MODEL = SimpleNamespace(config=SimpleNamespace(output_attentions=True), is_causal=False)
 
 
-@pytest.mark.sample(160)
+@pytest.mark.sample(100)
 @pairs
 def test_a_model_and_its_gradients(score, weighting):
     rows = query_numbers(score, weighting)

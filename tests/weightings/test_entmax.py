@@ -18,7 +18,7 @@ from tests import formulas
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.sample_of_module(30)
+pytestmark = pytest.mark.sample_of_module(20)
 
 ALPHAS = [0.2, 0.7, 1 - 1e-6, 1.0, 1 + 1e-9, 1.01, 1.3, 1.5, 2.0, 2 + 1e-9, 2.4, 3.0, 5.0]
 rng = np.random.default_rng(11)

@@ -1,6 +1,6 @@
 """Conditions against pandas: random ones, over text, numbers, dates, booleans and missing values.
 
-300 by default; QKV_FULL=1 tries 2,000, QKV_WHERE_CASES=n so many. Each is asked of `count`, `rows`,
+150 by default; QKV_FULL=1 tries 2,000, QKV_WHERE_CASES=n so many. Each is asked of `count`, `rows`,
 `ask` and `attend`, which must all use the same rows.
 """
 
@@ -23,7 +23,7 @@ from qkv.database.errors import NoRowsMatchWarning
 from qkv.errors import DtypeError
 from tests.sampling import FULL
 
-DEFAULT = 2000 if FULL else 300
+DEFAULT = 2000 if FULL else 150
 CASES = int(os.environ.get("QKV_WHERE_CASES", DEFAULT))
 TABLES = 6
 

@@ -16,7 +16,7 @@ from qkv.database.query import executor
 from qkv.weightings import Softmax, TopK
 
 pytest.importorskip("faiss")
-ROWS, WIDTH = 20_000, 16
+ROWS, WIDTH = 10_000, 16
 
 
 def make_keys(rows=ROWS, width=WIDTH, seed=0, spread=0.4):
@@ -280,9 +280,9 @@ def test_recall_after_deleting_most_rows():
     score = scores.Gaussian(0.3)
     D = qkv.Database(x, np.arange(float(ROWS)))
     D.index(score=score)
-    D.remove(list(x[1_500:]))
+    D.remove(list(x[800:]))
     hits = 0
-    queries = x[:200] + 0.05
+    queries = x[:100] + 0.05
     for q in queries:
         options = {"score": score, "weighting": TopK(10), "top": 10}
         answer, exact = D.ask(q, approximate=True, **options), D.ask(q, **options)

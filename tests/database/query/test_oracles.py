@@ -182,6 +182,7 @@ def test_lookup_is_a_dict(start: int) -> None:
                     D[form]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("start", cases())
 def test_ask_and_attend_are_the_equation(start: int) -> None:
     for rng, case in each_case(start, 2):

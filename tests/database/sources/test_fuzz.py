@@ -195,6 +195,7 @@ def mutate(data: bytes, changes: list[tuple[float, int, str]]) -> bytes:
     return data
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
     ["t.csv", "t.tsv", "t.jsonl", "t.json", "t.db", "t.parquet", "t.feather", "t.arrows"],

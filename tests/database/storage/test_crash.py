@@ -34,7 +34,7 @@ def tight(monkeypatch):
 
 
 def test_killed_writers():
-    crash.battery(200 if FULL else 20, seed=1)
+    crash.battery(200 if FULL else 10, seed=1)
 
 
 KILLED = """
@@ -93,7 +93,7 @@ def test_interrupts(tmp_path, tight, place):
     old = signal.signal(signal.SIGALRM, stop)
     try:
         with Store(tmp_path / "s" if place == "disk" else None) as s:
-            while interrupted < (300 if FULL else 40):
+            while interrupted < (300 if FULL else 20):
                 step = crash.plan(rng, model)
                 try:
                     signal.setitimer(signal.ITIMER_REAL, rng.random() * 0.004 + 1e-5)
@@ -226,7 +226,7 @@ def power_cuts(folder: Path, seed: int, skip: tuple[str, ...] = ()) -> None:
         place = after
 
 
-@pytest.mark.parametrize("seed", range(200 if FULL else 20))
+@pytest.mark.parametrize("seed", range(200 if FULL else 8))
 def test_power_cuts(tmp_path, tight, seed):
     power_cuts(tmp_path, seed)
 

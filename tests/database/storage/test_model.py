@@ -186,7 +186,7 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=500 if FULL else 15,
+    max_examples=500 if FULL else 8,
     stateful_step_count=40,
     deadline=None,
 )

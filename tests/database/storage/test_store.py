@@ -162,13 +162,13 @@ def test_a_repeated_digest_is_found_oldest_first(make):
 
 def test_many_single_rows_make_few_files(tmp_path):
     with Store(tmp_path / "s") as s:
-        for i in range(5000):
+        for i in range(1500):
             s.commit(records=[str(i)], digests=[b"%d" % i], tensors={"key": keys([i])})
         snap = s.open_snapshot()
-        assert len(snap) == 5000 and snap.find_ids(b"4999") == [4999]
-        np.testing.assert_array_equal(snap.read_tensor("key", range(5000)), keys(range(5000)))
+        assert len(snap) == 1500 and snap.find_ids(b"1499") == [1499]
+        np.testing.assert_array_equal(snap.read_tensor("key", range(1500)), keys(range(1500)))
         sizes = [len(part.ids) for part in snap.iterate_segments()]
-        assert sizes == [4096, 904]
+        assert sizes == [1500]
         assert len(list((tmp_path / "s").glob("*.safetensors"))) == 1
     assert check_store(tmp_path / "s") == []
 
@@ -1147,7 +1147,7 @@ def harm_somewhere(path, rng):
 
 
 @pytest.mark.filterwarnings("ignore::qkv.database.errors.SkippedRowsWarning")
-@pytest.mark.parametrize("seed", range(1000 if FULL else 40))
+@pytest.mark.parametrize("seed", range(1000 if FULL else 15))
 def test_damage_anywhere_is_noticed_and_never_makes_rows_up(tmp_path, small, seed):
     fill_store(tmp_path)
     harm_somewhere(tmp_path, random.Random(seed))

@@ -22,7 +22,7 @@ from qkv.frameworks.stored_rows import RowChunk, StoredRows
 from qkv.weightings import Normalized, Softmax, TopK
 from qkv.weightings.error_bound import ErrorBound
 
-pytestmark = pytest.mark.sample_of_module(30)
+pytestmark = pytest.mark.sample_of_module(20)
 
 WIDTH = 32
 SCORES = [

@@ -14,7 +14,7 @@ from tests.engines.triton.test_additive_features import DEVICE, GRID, TABLE, WID
 INFINITY = float("inf")
 # NumPy, which the interpreter runs on, speaks of overflows that are meant.
 pytestmark = [
-    pytest.mark.sample_of_module(7),
+    pytest.mark.sample_of_module(4),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 

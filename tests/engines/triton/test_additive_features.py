@@ -17,7 +17,7 @@ from qkv.engines.triton.additive.additive_features import (
 )
 from qkv.scores.tanh_factors import build_pair_table
 
-pytestmark = pytest.mark.sample_of_module(12)
+pytestmark = pytest.mark.sample_of_module(7)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLE, _, GRID = build_tables(TANH_FUNCTION_PAIRS, TANH_ERROR, 1.0, DEVICE)

@@ -24,7 +24,7 @@ from qkv.engines.triton.tile_functions.records import Arrays
 
 # NumPy, which plays the device, warns of what is not finite.
 pytestmark = [
-    pytest.mark.sample_of_module(20),
+    pytest.mark.sample_of_module(14),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 

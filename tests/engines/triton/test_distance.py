@@ -17,7 +17,7 @@ from qkv.engines.triton import distance_arrays, row_terms
 from qkv.engines.validation import build_call
 from tests.engines.triton.formulas import DEVICE
 
-pytestmark = pytest.mark.sample_of_module(16)
+pytestmark = pytest.mark.sample_of_module(10)
 
 WINDOWS = {
     "boxcar": scores.Boxcar,

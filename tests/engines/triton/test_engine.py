@@ -18,7 +18,7 @@ from tests.cases import case
 
 torch = pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.sample_of_module(10),
+    pytest.mark.sample_of_module(7),
     pytest.mark.skipif(
         not (engine.is_interpreted() or torch.cuda.is_available()), reason="no interpreter, no CUDA"
     ),

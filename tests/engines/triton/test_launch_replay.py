@@ -32,7 +32,7 @@ from qkv.engines.triton.tile_functions.records import Arrays
 from tests.engines.triton import formulas
 
 pytestmark = [
-    pytest.mark.sample_of_module(8),
+    pytest.mark.sample_of_module(5),
     pytest.mark.skipif(not triton.is_interpreted(), reason="launches are stood in for"),
 ]
 

@@ -20,7 +20,7 @@ from qkv.frameworks import get_framework, tree
 from tests.engines.triton.formulas import DEVICE
 
 pytestmark = [
-    pytest.mark.sample_of_module(7),
+    pytest.mark.sample_of_module(5),
     pytest.mark.skipif(not triton.is_interpreted(), reason="small sizes, in the interpreter"),
 ]
 

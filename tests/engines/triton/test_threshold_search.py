@@ -18,7 +18,7 @@ NOWHERE = 2**31 - 1
 TILE = thresholds._choose_tile
 # NumPy, which the interpreter runs on, speaks of infinities that are meant.
 pytestmark = [
-    pytest.mark.sample_of_module(14),
+    pytest.mark.sample_of_module(9),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
