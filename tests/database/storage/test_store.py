@@ -168,8 +168,8 @@ def test_many_single_rows_make_few_files(tmp_path, monkeypatch):
         snap = s.open_snapshot()
         assert len(snap) == 1500 and snap.find_ids(b"1499") == [1499]
         np.testing.assert_array_equal(snap.read_tensor("key", range(1500)), keys(range(1500)))
-        sizes = [len(part.ids) for part in snap.iterate_segments()]
-        assert sizes == [1024, 476]
+        counts = [len(part.ids) for part in snap.iterate_segments()]
+        assert counts == [1024, 476]
         assert len(list((tmp_path / "s").glob("*.safetensors"))) == 1
     assert check_store(tmp_path / "s") == []
 
