@@ -167,8 +167,9 @@ class Answer(Displayable):
     def hint(self) -> str:
         """Advice about this query, or "" if there is none.
 
-        It names a better score, says that no row matches `where`, or says that the query equals the
-        key of a row without a value.
+        It names a better score, or says that no row matches `where`, that the query equals the key
+        of a row without a value, that it is far from every key, or that the rows of its key have
+        different numbers.
         """
         return self._backend.compute_hint(self.rows)
 
@@ -443,7 +444,9 @@ class Answer(Displayable):
 
         It depends on the share of the weight that rows with this value have, and on how much more
         that is than the share of the next value. The estimate was fitted for text keys with the
-        default score and weighting, among queries of which one row has the answer.
+        default score and weighting, among queries of which one row has the answer. It is lower if
+        the query is far from every number or date of the keys, or if the rows of the best key have
+        different numbers. It is 0 if the query is a key whose value is missing.
 
         None if the value is a mean, whose `spread` says more, or if the weights do not sum to 1 or
         all of it is given to one row (`hard`).
@@ -460,7 +463,8 @@ class Answer(Displayable):
         # Many rows that agree a little are less convincing than one row that fits.
         margin = math.log(share / next_share) * min(self._top_weight / share, 1.0)
         logit = bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
-        return min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
+        probability = min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
+        return probability * self._backend.confidence_factor()
 
     def _value_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is that of some rows."""
@@ -473,12 +477,15 @@ class Answer(Displayable):
         text = f"{next(words)} ({100 * self.confidence:.0f} %)"
         if self.confidence < CONFIDENCE_WORDS[0][0] and self.values and len(self.values) > 1:
             heaviest = _group_rows(self._heavy_rows(), "key")[0]
-            if heaviest.weight > MIN_DECISIVE_WEIGHT:
+            has_several = len(_group_rows(heaviest.rows, "value")) > 1
+            if heaviest.weight > MIN_DECISIVE_WEIGHT and has_several:
                 return f"{text}, one key has several values"
         return text
 
     def _mean_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is a mean or a sum."""
+        if self._backend.is_far:
+            return "unsure, far from every key"
         if not self.is_normalized:
             if self._top_share > MIN_DECISIVE_WEIGHT and _look_equal(
                 self.value, self.rows[0].value

@@ -135,6 +135,18 @@ class AnswerBackend(ABC):
         """Return advice about the query, or ""; `rows` are the heaviest rows."""
         return ""
 
+    def confidence_factor(self) -> float:
+        """Return a number from 0 to 1 by which the confidence is multiplied.
+
+        It is below 1 if no row can have the right value.
+        """
+        return 1.0
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the query is far from every key."""
+        return False
+
     def prediction_set(self) -> list[Row]:
         """Return the rows of the prediction set, heaviest first."""
         raise CombinationError(

@@ -114,6 +114,26 @@ class ShardedView(TableView):
         code, value = (self.snapshot.tensor_type(name) for name in ("code", "value"))
         return code[1][0], 0 if value is None else value[1][0]
 
+    def number_bounds(self, name: str, part: int | None = None) -> tuple[float, float] | None:
+        if (name, part) not in self._number_bounds_cache:
+            try:
+                parts = self.snapshot.run_on_slices("read_view", "number_bounds", name, part)
+            except LostShardError:
+                return None
+            present = [ends for ends in parts if ends is not None]
+            ends = (min(x[0] for x in present), max(x[1] for x in present)) if present else None
+            self._number_bounds_cache[name, part] = ends
+        return self._number_bounds_cache[name, part]
+
+    @cached_property
+    def key_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        try:
+            bounds = self.snapshot.run_on_slices("read_view", "key_bounds")
+        except LostShardError:  # the remaining shards answer without the bounds
+            return None
+        lows, highs = zip(*bounds, strict=True)
+        return np.min(lows, axis=0), np.max(highs, axis=0)
+
     def open_vectors(self, *_: Any, **__: Any) -> Any:
         raise CombinationError(
             "the rows are in shards, but this call needs all vectors in one process: open the "

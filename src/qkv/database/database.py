@@ -534,6 +534,8 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         >>> D.attend(np.array([[1.0, 1.0]]))
         array([[15.]])
         """
+        from qkv import weightings
+        from qkv.database.query.far_queries import move_far_vectors
         from qkv.database.query.scan import MAX_SPARSE_QUERIES_PER_BATCH
 
         check_database_keywords("attend()", other, DatabaseAttendOptions.__optional_keys__)
@@ -577,6 +579,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         resolved_score = resolve_score_like(view, score, code.code)
         if resolved_score.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is only for ask")
+        code = move_far_vectors(view, code, resolved_score, weightings.resolve(weighting))
         bound_options = dict(
             zip(("tolerance", "confidence"), check_tolerance(tolerance, confidence), strict=True)
         )

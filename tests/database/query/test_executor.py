@@ -390,3 +390,25 @@ def test_confidence_needs_no_second_scan(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("qkv.database.query.executor.QueryExecutor.compute_weights", pytest.fail)
             assert [answer.confidence for answer in answers] == pytest.approx(known)
+
+
+def test_one_key_with_contradicting_numbers_is_not_sure():
+    D = qkv.Database(["a", "a", "a", "b"], [1.0, 1.0, 1000.0, 3.0])
+    answer = D.ask("a")
+    assert answer.value == 334.0 and answer.confidence < 0.2
+    assert answer.hint == "3 rows have this key, with values from 1 to 1000"
+    assert D.ask("b").hint == "" and D.ask("b").confidence > 0.9
+    alike = qkv.Database(["a", "a", "b"], [4.9, 5.1, 3.0]).ask("a")
+    assert alike.hint == "" and alike.confidence > 0.9
+    numbers = qkv.Database([5.0, 5.0, 5.0, 900.0], [1.0, 1.0, 1000.0, 3.0])
+    assert numbers.ask(5).hint == answer.hint and numbers.ask(900).hint == ""
+    table = {"name": ["a", "a", "b"], "low": [2.0, 2.0, 3.0], "high": [4.0, 9.0, 5.0]}
+    several = qkv.Database.from_columns(table, key="name", value=["low", "high"]).ask("a")
+    assert several.hint == "2 rows have this key, with high from 4 to 9"
+
+
+def test_nobody_is_sure_of_a_missing_value():
+    answer = qkv.Database(["apple", "bean"], [None, "x"]).ask("apple")
+    assert "lacks value" in answer.hint and answer.confidence == 0
+    assert answer.confidence_text == "unsure (0 %)"
+    assert qkv.Database(["apple", "bean"], [None, "x"]).ask("bean").confidence > 0.9

@@ -238,7 +238,7 @@ class Columns(Heads):
 
     def _split_keys(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
         count = len(self.heads)
-        rows = [self._split_query(key) if query else key for key in keys]
+        rows = [self.split_query(key) if query else key for key in keys]
         for i, row in enumerate(rows):
             if not isinstance(row, tuple | list) or len(row) != count:
                 raise ShapeError(
@@ -260,12 +260,12 @@ class Columns(Heads):
         all. A single value needs to match only one column. So the largest weight of a column that
         can encode the value counts.
         """
-        parts = zip(self.weights, self._split_query(query), strict=True)
+        parts = zip(self.weights, self.split_query(query), strict=True)
         used = [weight for weight, part in parts if part is not None]
         several = isinstance(query, tuple | list | Mapping)
         return (sum(used) if several else max(used, default=0.0)) or 1.0
 
-    def _split_query(self, query: Any) -> Any:
+    def split_query(self, query: Any) -> Any:
         """Return a query as a tuple with one part for each column.
 
         None for a column that is left out.

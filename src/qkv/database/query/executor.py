@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qkv import partial_attention
-from qkv.answer import Answer
+from qkv.answer import MIN_DECISIVE_WEIGHT, Answer
 from qkv.answer_backend import (
     SAME_WEIGHT_TOLERANCE,
     AnswerBackend,
@@ -21,6 +21,12 @@ from qkv.answer_backend import (
 )
 from qkv.database.filter.expressions import as_text
 from qkv.database.query.calibration import Calibration
+from qkv.database.query.far_queries import (
+    RANKING_WEIGHTINGS,
+    describe_far_query,
+    far_ratio,
+    find_number_columns,
+)
 from qkv.database.query.influence import compute_influence
 from qkv.database.query.number_hint import different_numbers_hint
 from qkv.database.query.scan import RowScan, as_batch, identify_value
@@ -33,16 +39,8 @@ from qkv.frameworks import is_array
 from qkv.frameworks.stored_rows import WeighedRows
 from qkv.scores import Score
 from qkv.util.deadline import check_deadline
-from qkv.util.formatting import format_one_line
-from qkv.weightings import (
-    Entmax,
-    Hard,
-    Softmax,
-    Sparsemax,
-    TopK,
-    Weighting,
-    WeightingLike,
-)
+from qkv.util.formatting import format_number, format_one_line
+from qkv.weightings import Hard, TopK, Weighting, WeightingLike
 
 MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
 """The answers of a batch keep their weights up to this number in total.
@@ -56,11 +54,11 @@ MIN_INDEX_HINT_ROWS = 10**6
 MAX_VOTING_ROWS = 1024
 """The number of rows whose values are compared, for the total weight of each value."""
 
+MAX_VALUE_DIFFERENCE = 0.1
+"""Numbers that differ from the value by at most this share of it agree with it."""
+
 MIN_BEST_KEY_ROWS = 8
 """The number of rows that are read at least to find all rows with the best-matching key."""
-
-RANKING_WEIGHTINGS = (Softmax, TopK, Hard, Entmax, Sparsemax)
-"""Weightings that give the largest weight to the row with the best score."""
 
 UNIFORM_ROW_SHARE = 0.98
 """If the number of effective rows is above this share of the rows, the weights count as uniform."""
@@ -292,6 +290,7 @@ class QueryExecutor(RowScan):
                 (value, mean, best_key_rows),
                 entropy,
                 is_familiar,
+                float(weighed.best_score[i]),
                 self._find_rows_for_confidence(alpha, positions, weights, keeps_weights),
             ),
             _library=self.frame_library,
@@ -361,12 +360,71 @@ class LocalBackend(AnswerBackend):
         values: tuple[Any, Any, np.ndarray],
         entropy: float | None,
         is_familiar: bool,
+        best_score: float,
         heavy_rows: tuple[np.ndarray, np.ndarray],
     ):
         self.executor, self.query, self.cached_weights = executor, query, weights
         self.value, self.mean, self.best_key_rows = values
         self.known_entropy, self.is_familiar = entropy, is_familiar
-        self.heavy_rows = heavy_rows
+        self.best_score, self.heavy_rows = best_score, heavy_rows
+
+    @cached_property
+    def far_ratio(self) -> float:
+        """How far the query is from the nearest key; above 1 if it is far from every key."""
+        executor, encoder = self.executor, self.executor.view.encoder
+        score = executor.view.resolve_score(None)
+        if executor.score is not score or not executor.row_count:
+            return 0.0
+        if encoder.kind != "numbers":
+            columns = find_number_columns(executor.view, self.query)
+            return max((column.far_ratio for column in columns), default=0.0)
+        return far_ratio(encoder, score, self.best_score)  # type: ignore[arg-type]
+
+    @property
+    def is_far(self) -> bool:
+        return self.far_ratio > 1
+
+    def confidence_factor(self) -> float:
+        if self.executor.missing_value_count and self.executor.missing_value_hint(self.query):
+            return 0.0
+        return min(1 / self.far_ratio, 1.0) if self.far_ratio else 1.0
+
+    def _several_values_hint(self, rows: list[Row]) -> str:
+        """Return a hint if several rows have the best key, with different numbers; else ""."""
+        executor, schema = self.executor, self.executor.view.schema
+        if self.mean is None or schema.value_kind == "vector" or not rows:
+            return ""
+        positions = self.best_key_rows
+        if executor.value_is_mean:
+            best_key = rows[0].key
+            same = [] if is_array(best_key) else [row for row in rows if row.key == best_key]
+            if len(same) < 2 or sum(row.weight for row in same) < MIN_DECISIVE_WEIGHT:
+                return ""
+            positions = executor._positions_with_key(rows[0].key)
+        if len(positions) < 2:
+            return ""
+        ids = executor.view.ids[positions]
+        stored = np.asarray(executor.view.snapshot.read_tensor("value", ids), float)
+        differs = measure_agreement(stored, stored.mean(axis=0)) < 1
+        if not differs.any():
+            return ""
+        column = int(differs.any(axis=0).argmax())
+        low, high = (
+            format_number(float(x)) for x in (stored[:, column].min(), stored[:, column].max())
+        )
+        name = "values" if schema.value_kind == "number" else schema.value[column]
+        return f"{len(positions):,} rows have this key, with {name} from {low} to {high}"
+
+    def _far_hint(self, rows: list[Row]) -> str:
+        """Return a hint if the query is far from every key, else ""."""
+        view = self.executor.view
+        if not (rows and self.is_far):
+            return ""
+        for column in find_number_columns(view, self.query):
+            if column.far_ratio > 1:
+                return column.describe()
+        code = view.encode_queries(as_batch(self.query))
+        return describe_far_query(view, self.query, code, rows[0].key)
 
     def _row_weights(self) -> Any:
         """Return the weights of the rows that the executor reads."""
@@ -401,13 +459,17 @@ class LocalBackend(AnswerBackend):
             return 0.0, 0.0
         value = list(self.value.values()) if isinstance(self.value, dict) else self.value
         stored = executor.view.snapshot.read_tensor("value", executor.view.ids[positions])
-        agrees = np.isclose(np.asarray(stored, float), np.atleast_1d(value), atol=0).all(axis=1)
-        agrees |= np.isin(positions, self.best_key_rows)
+        is_equal = np.isclose(np.asarray(stored, float), np.atleast_1d(value), atol=0).all(axis=1)
+        agreement = is_equal.astype(float)
+        best = np.isin(positions, self.best_key_rows)
+        is_vector = executor.view.schema.value_kind == "vector"
+        agreement[best] = 1.0 if is_vector else measure_agreement(stored[best], value).min(axis=1)
         sizes = np.abs(weights.astype(float))
-        others, group = np.unique(np.asarray(stored)[~agrees], axis=0, return_inverse=True)
-        next_size = np.bincount(group.reshape(-1), sizes[~agrees]).max() if len(others) else 0.0
+        own, rest = float(sizes @ agreement), sizes * (1 - agreement)
+        others, group = np.unique(np.asarray(stored)[rest > 0], axis=0, return_inverse=True)
+        next_size = np.bincount(group.reshape(-1), rest[rest > 0]).max() if len(others) else 0.0
         total = 1.0 if executor.weighting.is_convex else sizes.sum()
-        return float(min(sizes[agrees].sum() / total, 1.0)), float(next_size / total)
+        return min(own / total, 1.0), float(next_size / total)
 
     def compute_top_weight(self) -> float:
         return sum_top_weight(self.heavy_rows[1])
@@ -462,6 +524,8 @@ class LocalBackend(AnswerBackend):
             return executor.view.why_none_pass(executor.where)
         if executor.missing_value_count and (hint := executor.missing_value_hint(self.query)):
             return hint
+        if hint := self._far_hint(rows) or self._several_values_hint(rows):
+            return hint
         if rows and (hint := different_numbers_hint(self.query, rows[0].key)):
             return hint
         if not rows or executor.score is not executor.view.resolve_score(None):
@@ -478,6 +542,20 @@ class LocalBackend(AnswerBackend):
 
     def collect_source(self, most: int) -> SourceRows:
         return self.executor.collect_source(self.query, np.asarray(self._row_weights()), most)
+
+
+def measure_agreement(stored: np.ndarray, value: Any) -> np.ndarray:
+    """Return how well numbers (m, d) agree with the value (d,): 1 if they are close to it.
+
+    For other numbers it is `MAX_VALUE_DIFFERENCE`, divided by their relative difference.
+
+    >>> measure_agreement(np.array([[4.9], [5.1], [10.0]]), 5.0).tolist()
+    [[1.0], [1.0], [0.1]]
+    """
+    value = np.atleast_1d(np.asarray(value, float))
+    difference, limit = np.abs(np.asarray(stored, float) - value), np.abs(value)
+    limit = MAX_VALUE_DIFFERENCE * np.broadcast_to(limit, difference.shape)
+    return np.where(difference <= limit, 1.0, limit / np.where(difference > 0, difference, 1.0))
 
 
 def _separates_scores(weighting: Weighting) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from qkv import attention, weightings
 from qkv.answer_backend import Row
+from qkv.database.query.far_queries import move_far_cells, move_far_vectors
 from qkv.database.table import cells
 from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import ROWS_PER_CHUNK, TableView
@@ -141,6 +142,11 @@ class RowScan:
         return matches
 
     def _encode_queries(self, queries: Any) -> EncodedQuery:
+        """Return the vectors of queries, which are moved nearer if they are far from the keys."""
+        encoded = self._encode_valid_queries(move_far_cells(self.view, queries))
+        return move_far_vectors(self.view, encoded, self.score, self.weighting)
+
+    def _encode_valid_queries(self, queries: Any) -> EncodedQuery:
         """Return the vectors of queries; check queries that are already encoded."""
         is_encoded = is_array(queries) and self.view.schema.key_kind != "vector"
         if not is_encoded:

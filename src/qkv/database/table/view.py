@@ -83,6 +83,7 @@ class TableView:
         self._row_cache: dict[int, dict[str, Any]] = {}
         self._selection_cache: dict[str | None, RowSelection] = {}
         self._kind_counts_cache: dict[str, np.ndarray] = {}
+        self._number_bounds_cache: dict[Any, tuple[float, float] | None] = {}
         self._key_terms_cache: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
         self._bounds_cache: dict[Any, Any] = {}
         self.index_cache: dict[str, Any] = {}
@@ -455,6 +456,40 @@ class TableView:
         mask = present if passed is None else present & passed
         passed_count = len(present) if passed is None else int(np.count_nonzero(passed))
         return RowSelection(len(self.ids), mask, passed_count - int(np.count_nonzero(mask)))
+
+    def number_bounds(self, name: str, part: int | None = None) -> tuple[float, float] | None:
+        """Return the smallest and the largest number in a column; None if there is no number.
+
+        `part` is the position in the tuples of a column of tuples.
+        """
+        if (name, part) not in self._number_bounds_cache:
+            if part is None:
+                read = [chunk.read_column(name) for chunk in self._column_chunks()]
+                parts = [x.numbers[np.isin(x.kinds, columns.NUMERIC_KINDS)] for x in read]
+            else:
+                cells_of_part = (key[part] for key in self.read_all_keys())
+                parts = [np.array([x for x in cells_of_part if isinstance(x, int | float)], float)]
+            values = np.concatenate([np.zeros(0), *parts])
+            ends = (float(values.min()), float(values.max())) if len(values) else None
+            self._number_bounds_cache[name, part] = ends
+        return self._number_bounds_cache[name, part]
+
+    @cached_property
+    def key_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The smallest and the largest number of the keys' vectors in each column, both (d,).
+
+        None if they are unknown.
+        """
+        low, high = (
+            np.full(self._vector_widths[0], np.inf),
+            np.full(self._vector_widths[0], -np.inf),
+        )
+        for group in self.open_vectors().iter_spans(ROWS_PER_CHUNK, prefetch_fields=("key",)):
+            for span in group:
+                span.check_readable()
+                keys = span.read_keys()
+                low, high = np.minimum(low, keys.min(axis=0)), np.maximum(high, keys.max(axis=0))
+        return low, high
 
     @property
     def is_int8(self) -> bool:
