@@ -319,3 +319,14 @@ class TestPlot:
         assert qkv("plot", table, "emma", "-o", table.parent / "no" / "a.png").exit_code == 2
         assert qkv("plot", table, "-", stdin="emma\n").exit_code == 2
         assert "name the output file with --output" in qkv("plot", table, "emma", "a.png").stderr
+
+
+def test_a_negative_number_is_no_option(tmp_path: Path) -> None:
+    path = tmp_path / "temperatures.csv"
+    path.write_text("celsius,what\n-5,ice\n3,cold\n20,warm\n")
+    for query in (["-5"], ["-n", "2", "-4.9"]):
+        assert data("ask", path, "-k", "celsius", *query)["value"] == "ice"
+    assert data("ask", "-k", "celsius", path, "-1.7e12")["query"] == -1.7e12
+    assert data("get", path, "-5", "-k", "celsius")["value"] == "ice"
+    ended = qkv("ask", path, "--tpo", "3")
+    assert ended.exit_code == 2 and "No such option: --tpo" in ended.stderr

@@ -36,10 +36,22 @@ def test_typos_are_matched_and_a_missing_key_matches_nothing(orders: Path, price
 def test_the_printed_table(orders: Path, prices: Path) -> None:
     ended = qkv("join", orders, prices)
     lines = ended.stdout.splitlines()
-    assert lines[0].split() == ["item", "item_right", "price", "weight"]
-    assert lines[1].split()[:3] == ["chese", "cheese", "2.5"] and lines[1].endswith("%")
+    assert lines[0].split() == ["item", "item_right", "weight", "price"]
+    assert lines[1].split()[:2] == ["chese", "cheese"] and lines[1].split()[-2:] == ["%", "2.5"]
     assert lines[3].split() == ["–", "–", "–"]
     assert "1 of 4 rows have no match" in ended.stderr
+
+
+def test_the_key_of_left_is_looked_up_in_the_column_of_its_name(
+    orders: Path, tmp_path: Path
+) -> None:
+    known = tmp_path / "known.csv"
+    known.write_text("code,item,weight\nA,bread,10\nB,cheese,20\n")
+    rows = data("join", orders, known)["rows"]
+    assert [row["item_right"] for row in rows] == ["cheese", "bread", None, rows[3]["item_right"]]
+    lines = qkv("join", orders, known).stdout.splitlines()
+    assert lines[0].split() == ["item", "item_right", "weight_right", "code", "weight"]
+    assert data("join", orders, known, "-r", "code")["rows"][0]["weight_right"] < 0.9
 
 
 def test_other_columns_several_matches_and_a_lowest_weight(orders: Path, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import contextlib
 import importlib
 import keyword
 import os
+import re
 import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from qkv.cli.command import EXIT_CODES, EXIT_STOPPED, Debug, GlobalOptions, Plugins, as_command
 
@@ -60,13 +61,30 @@ class LazyCommandGroup(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
+class NumberArgumentCommand(TyperCommand):
+    """A command whose arguments may be negative numbers: -5 is no option."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser: Any = super().make_parser(ctx)
+        process_options = parser._process_opts
+
+        def process_argument(argument: str, state: Any) -> None:
+            if re.match(r"-\.?\d", argument):
+                state.largs.append(argument)
+            else:
+                process_options(argument, state)
+
+        parser._process_opts = process_argument
+        return parser
+
+
 def _build_command(name: str) -> Any:
     module = importlib.import_module(f"qkv.cli.{COMMAND_MODULES[name]}")
     function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
     single = typer.Typer(
         rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False
     )
-    single.command(name)(as_command(function))
+    single.command(name, cls=NumberArgumentCommand)(as_command(function))
     return typer.main.get_command(single)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from qkv.cli import arguments, files, options, terminal
 from qkv.cli.ask import build_query_options
 from qkv.cli.command import EXIT_NOTHING_FOUND, EXIT_OK, Result
-from qkv.cli.source import is_store, open_source
+from qkv.cli.source import close_after, is_store, open_source, pick_columns
 from qkv.errors import format_plural, unknown_name_error
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def join(
     """Join LEFT with the most similar rows of RIGHT.
 
     Each row of LEFT is joined with the row of RIGHT whose key is most similar. Typos are tolerated.
-    By default the key is the first text column of each table. --where selects rows of RIGHT.
+    By default the key is the first text column of each table; in RIGHT it is the column with the
+    name of LEFT's key, if there is one. --where selects rows of RIGHT.
     Without --output, print the first 20 rows.
     """
     from qkv.database.export.files import write_file
@@ -69,9 +70,7 @@ def join(
         files.check_overwrite(output, overwrite)
     with (
         _open_left(left, left_key) as left_input,
-        open_source(
-            right, options.DEFAULT_READ_OPTIONS, key=right_key, encoder=encoder
-        ) as right_database,
+        _open_right(right, right_key, left_input.key, encoder) as right_database,
     ):
         condition = arguments.join_conditions(where, right_database.columns) if where else None
         query_options = build_query_options(right, score, weighting, top)
@@ -94,20 +93,20 @@ def join(
         right_names = dict(
             zip(right_database.columns, names[len(left_input.columns) :], strict=False)
         )
-        right_shown = [*right_database.info()["key"], *right_database.info()["value"]]
-        shown = [*left_input.key, *(right_names[name] for name in right_shown)]
+        about = right_database.info()
         weight = names[len(left_input.columns) + len(right_database.columns)]
+        shown = [*left_input.key, *(right_names[name] for name in about["key"]), weight]
+        shown += [right_names[name] for name in about["value"]]
     matched = sum(row[weight] is not None for row in rows)
 
+    def format_cell(row: dict[str, Any], name: str) -> str:
+        if name != weight:
+            return terminal.format_cell(row[name])
+        return "" if row[name] is None else terminal.format_percent(row[name])
+
     def print_rows() -> None:
-        lines = [
-            (
-                *(terminal.format_cell(row[name]) for name in shown),
-                "" if row[weight] is None else terminal.format_percent(row[weight]),
-            )
-            for row in rows[:MAX_PRINTED_ROWS]
-        ]
-        terminal.print_table([*shown, "weight"], lines, right=["weight"], uncut=["weight"])
+        lines = [[format_cell(row, name) for name in shown] for row in rows[:MAX_PRINTED_ROWS]]
+        terminal.print_table(shown, lines, right=[weight], uncut=[weight])
         if len(rows) > MAX_PRINTED_ROWS:
             terminal.print_note(
                 f"{len(rows) - MAX_PRINTED_ROWS:,} more rows: write all to a file with --output"
@@ -142,6 +141,31 @@ def _open_left(source: str, key: list[str] | None) -> Iterator[JoinInput]:
         for cells in zip(*table.columns.values(), strict=True)
     )
     yield JoinInput(rows, columns, key, len(table))
+
+
+@contextlib.contextmanager
+def _open_right(
+    source: str, key: list[str] | None, left_key: Sequence[str], encoder: Any
+) -> Iterator[Any]:
+    """Yield RIGHT as a database.
+
+    Without `key`, the columns `left_key` are its key, if it has them.
+    """
+    from qkv.database import Database
+    from qkv.database.sources import read
+
+    if key or is_store(source):
+        with open_source(
+            source, options.DEFAULT_READ_OPTIONS, key=key, encoder=encoder
+        ) as database:
+            yield database
+        return
+    with terminal.show_progress("reading") as progress:
+        columns = read(source, progress=progress).columns
+        same = pick_columns(left_key) if set(left_key) <= columns.keys() else None
+        right = Database.from_columns(columns, key=same, encoder=encoder, progress=progress)
+    with close_after(right):
+        yield right
 
 
 def _check_columns(key: list[str], columns: list[str]) -> None:
