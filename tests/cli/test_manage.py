@@ -154,6 +154,26 @@ class TestKeep:
         assert data("info", store)["missing"] == {"name": 0, "age": 1, "code": 0}
         assert qkv("info", store, "--missing", "x").exit_code == 2
 
+    @pytest.mark.filterwarnings("always::qkv.MixedColumnWarning")
+    def test_versions_stay_text(self, tmp_path: Path) -> None:
+        path, store = tmp_path / "t.csv", tmp_path / "t.qkv"
+        path.write_text("version,what\n1.9,a\n1.10,b\n1.1,c\n")
+        assert "--text version" in qkv("info", path).stderr
+        options = ("--text", "version")
+        assert data("ask", path, "1.10", "-k", "version", *options)["value"] == "b"
+        assert qkv("import", path, store, "-k", "version", *options).stderr == ""
+        assert data("get", store, "1.10")["value"] == "b"
+        assert qkv("info", store, *options).exit_code == 2
+
+    def test_times_of_day_are_compared_as_times(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.csv"
+        path.write_text("start,shift\n8:00,early\n14:30,late\n22:15,night\n")
+        for query in ("13:50", "14:30", "14:30:00"):
+            assert data("ask", path, query, "-k", "start")["value"] == "late"
+        assert data("get", path, "14:30", "-k", "start")["value"] == "late"
+        where = ("-k", "shift", "--where", "start > '9:00' and start < '20:00'")
+        assert data("ask", path, "night", *where)["rows"][0]["key"] == "late"
+
     def test_versions_and_at(self, store: Path) -> None:
         qkv("remove", store, "Dune")
         result = data("versions", store)["versions"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from qkv.cli import arguments, options, terminal
@@ -43,6 +43,7 @@ def import_(
     ] = False,
     table: options.TableName = None,
     missing: options.Missing = None,
+    text: options.TextColumns = None,
     names: options.Names = None,
     token: options.Token = None,
 ) -> Result:
@@ -52,7 +53,9 @@ def import_(
     """
     from qkv.database import Database
 
-    read_options = options.ReadOptions(table=table, missing=missing, names=names, token=token)
+    read_options = options.ReadOptions(
+        table=table, missing=missing, text=text, names=names, token=token
+    )
     if append:
         if key or value or encoder or unique:
             raise ArgumentError(
@@ -62,8 +65,10 @@ def import_(
         with open_store(path) as database:
             with terminal.show_progress("importing") as progress:
                 first = next(database.rows(), {})
-                text = [name for name, cell in first.items() if isinstance(cell, str)]
-                cells, _ = _read_columns(source, read_options, progress, text)
+                stored_text = [name for name, cell in first.items() if isinstance(cell, str)]
+                if not is_url(source):
+                    read_options = replace(read_options, text=[*(text or ()), *stored_text])
+                cells, _ = _read_columns(source, read_options, progress)
                 rows = (
                     dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)
                 )
@@ -91,18 +96,16 @@ def _read_columns(
     source: str,
     read_options: options.ReadOptions,
     progress: ProgressCallback | None,
-    text: Sequence[str] = (),
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return the columns of SOURCE by name, and which columns are its key and value.
 
-    Only a served database says which; for other sources these lists are empty. `text` lists the
-    columns of CSV that stay text.
+    Only a served database says which; for other sources these lists are empty.
     """
     from qkv.database import sources
     from qkv.database.table.schema import rows_to_columns
 
     if not is_url(source):
-        table = sources.read(source, **read_options.table_options(), text=text, progress=progress)
+        table = sources.read(source, **read_options.table_options(), progress=progress)
         return dict(table.columns), {"key": [], "value": []}
     with open_source(source, read_options) as database:
         about = database.info()

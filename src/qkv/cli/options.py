@@ -101,6 +101,13 @@ Missing = Annotated[
         "'' means no word.",
     ),
 ]
+TextColumns = Annotated[
+    list[str] | None,
+    make_option(
+        "--text COLUMN",
+        "Keep this column of CSV as text, such as versions and codes. Repeat for several.",
+    ),
+]
 Names = Annotated[
     str | None,
     make_option("--names NAME,…", "Name the columns of CSV without a header line."),
@@ -172,6 +179,7 @@ class ReadOptions:
     at: At = None
     table: TableName = None
     missing: Missing = None
+    text: TextColumns = None
     names: Names = None
     token: Token = None
 
@@ -182,7 +190,12 @@ class ReadOptions:
         ['city', 'people']
         """
         names = None if self.names is None else [name.strip() for name in self.names.split(",")]
-        return {"table": self.table, "missing": self.missing or None, "names": names}
+        return {
+            "table": self.table,
+            "missing": self.missing or None,
+            "text": self.text or None,
+            "names": names,
+        }
 
 
 DEFAULT_READ_OPTIONS = ReadOptions()

@@ -896,6 +896,7 @@ class Database(ReadableDatabase[K, V]):
         table: str | None = None,
         missing: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
+        text: Sequence[str] | bool | None = None,
         **options: Any,
     ) -> Database:
         """Create a database from a file or a PostgreSQL URL.
@@ -905,7 +906,8 @@ class Database(ReadableDatabase[K, V]):
 
         In CSV and TSV, empty cells are missing, and so are words such as NA, NaN and null
         (`sources.MISSING_WORDS`). `missing` replaces these words: with `missing=()`, NA is text.
-        `names` are the names of the columns if the file has no header line. `options` are those of
+        `names` are the names of the columns if the file has no header line. `text` lists columns
+        that stay text, such as versions and codes; True means all columns. `options` are those of
         `from_columns`.
         """
         from qkv.database import sources
@@ -916,6 +918,7 @@ class Database(ReadableDatabase[K, V]):
             table=table,
             missing=missing,
             names=names,
+            text=text,
             progress=options.get("progress"),
         )
         return cls.from_columns(read.columns, **options)

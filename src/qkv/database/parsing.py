@@ -53,11 +53,20 @@ def parse_moment(cell: Any) -> datetime.datetime | datetime.time | None:
         with contextlib.suppress(ValueError):
             return datetime.datetime.fromisoformat(cell)
         with contextlib.suppress(ValueError):  # without a colon, 2024 would be parsed as 20:24
-            return datetime.time.fromisoformat(cell) if ":" in cell else None
+            return parse_time_of_day(cell) if ":" in cell else None
         return None
     if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
         return datetime.datetime.combine(cell, datetime.time())
     return cell if isinstance(cell, datetime.datetime | datetime.time) else None
+
+
+def parse_time_of_day(text: str) -> datetime.time:
+    """Parse a time of day, such as "14:30"; the hour may have one digit. Raise `ValueError`.
+
+    >>> parse_time_of_day("9:30")
+    datetime.time(9, 30)
+    """
+    return datetime.time.fromisoformat(f"0{text}" if text[1:2] == ":" else text)
 
 
 def equivalent_dates(moment: datetime.datetime | datetime.time | None) -> list[Any]:

@@ -1001,6 +1001,9 @@ def test_a_few_words_among_numbers_are_reported(tmp_path: Path) -> None:
         (["€3.50", "$4", "7"], r"2 of its first 3 cells have a currency .* such as '€3.50'"),
         (["3 %", "4%", "5.5%"], r"3 of its first 3 cells have a currency or percent sign"),
         (["USD 1,200.00", "EUR 7", "8"], r"2 of its first 3 cells have a currency"),
+        (["1,5", "2,25", "3"], r"2 of its 3 cells have a decimal comma, such as '1,5'. Write 1.5"),
+        (["5", "7", "n.v.", "9"], r"1 of its 4 cells are not numbers, such as 'n.v.'"),
+        (["2024-01-31", "2024-02-01", "soon", "2024-02-02"], r"1 of its 4 .*not dates like"),
         (["2020-01-02", "03/04/2021", "3 May 2021"], r"2 of its first 3 cells are dates in other"),
         (["31.1.2024", "1.2.2024", "Feb. 3rd, 2024"], r"3 of its first 3 cells are dates .*'31.1"),
     ],
@@ -1014,7 +1017,31 @@ def test_amounts_and_dates_that_stay_text_are_reported(
         assert read(path).columns["sum"] == cells
 
 
-@pytest.mark.parametrize("cells", [["€3", "$4"], ["1-2-3", "may", "x"], ["€1", "a", "b", "c"]])
+def test_numbers_that_may_be_versions_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "versions.csv"
+    path.write_text("version,name\n1.9,a\n1.10,b\n2.0,c\n", encoding="utf-8")
+    message = (
+        r"'version' is read as numbers: 1 of its first 3 cells lose a zero at the end, such as "
+        r"'1.10', which becomes 1.1. .* text=\['version'\]"
+    )
+    with pytest.warns(MixedColumnWarning, match=message):
+        assert read(path).columns["version"] == [1.9, 1.1, 2.0]
+    assert read(path, text=["version"]).columns["version"] == ["1.9", "1.10", "2.0"]
+    for prices in ("2.50,7.99,12", "1.0,2.5,10.00", "0.5,3"):
+        path.write_text("price\n" + prices.replace(",", "\n") + "\n", encoding="utf-8")
+        assert read(path).columns["price"] == [*map(float, prices.split(","))]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["€3", "$4"],
+        ["1,234", "1,5", "2"],
+        ["1", "2", "A"],
+        ["1-2-3", "may", "x"],
+        ["€1", "a", "b", "c"],
+    ],
+)
 def test_other_text_is_not_reported(tmp_path: Path, cells: list[str]) -> None:
     path = tmp_path / "forms.tsv"
     path.write_text("\n".join(["sum", *cells, ""]), encoding="utf-8")
@@ -1045,7 +1072,10 @@ def test_a_number_may_begin_with_its_point(tmp_path: Path) -> None:
         (["20240131x"], None),
         (["2024-W01-1"], None),
         (["2024-01"], None),
-        (["12:30"], None),
+        (["12:30", "9:05"], [datetime.time(12, 30), datetime.time(9, 5)]),
+        (["12:30:01.5", ""], [datetime.time(12, 30, 1, 500000), None]),
+        (["12:30", "25:10"], None),
+        (["1:2"], None),
     ],
 )
 def test_iso_dates_of_csv(tmp_path: Path, cells, expected) -> None:

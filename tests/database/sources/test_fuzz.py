@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from qkv.database.parsing import parse_time_of_day
 from qkv.database.sources import SourceError, Table, read
 from qkv.database.sources.type_inference import MISSING_WORDS, parse_numbers
 
@@ -98,11 +99,14 @@ def matches_text(text: str, cell: Any) -> bool:
         return text.strip() in ("", *MISSING_WORDS)
     if isinstance(cell, str):
         return cell == text
+    if isinstance(cell, datetime.time):
+        return parse_time_of_day(text.strip()) == cell
     if isinstance(cell, int):
         return str(cell) == text.strip()
-    return bool(cell == float(text))
+    return bool(cell == float(text.strip()))
 
 
+@pytest.mark.filterwarnings("ignore::qkv.MixedColumnWarning")
 @bounded
 @given(grids(), st.sampled_from(["\r\n", "\n", "\r"]), st.booleans(), st.booleans())
 def test_what_csv_writes_comes_back(tmp_path, grid, end, mark, quote):

@@ -188,7 +188,7 @@ def _cell_to_text(cell: Any) -> str:
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
-_DATE_TYPES = {datetime.date, datetime.datetime}
+_DATE_TYPES = {datetime.date, datetime.datetime, datetime.time}
 
 
 class _ColumnStatistics:

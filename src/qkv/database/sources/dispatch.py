@@ -152,7 +152,7 @@ def read(
     table: str | None = None,
     missing: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
-    text: Sequence[str] | bool = (),
+    text: Sequence[str] | bool | None = None,
     progress: ProgressCallback | None = None,
 ) -> Table:
     """Read a table from a file, a pattern of files, a URL or standard input.
@@ -195,7 +195,7 @@ def read(
     column_names = (
         () if names is None else _check_words(names, "names", "names, one for each column")
     )
-    options = TextOptions(missing_words, column_names, text)
+    options = TextOptions(missing_words, column_names, text or ())
     result = _read_source(source, table, options, progress)
     if log := debug_logger():
         log.debug("read %s: %d rows of %s", result.name, len(result), ", ".join(result.columns))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from qkv.database.errors import MixedColumnWarning
+from qkv.database.parsing import parse_time_of_day
 from qkv.errors import warn_at_caller
 
 _PLAIN_NUMBER = re.compile(r"(-?)(0|[1-9]\d*|(?=\.))(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
@@ -41,6 +42,9 @@ _ISO_DATE = re.compile(
     r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d(?::\d\d)?)?)?",
     re.ASCII,
 ).fullmatch
+_TIME_OF_DAY = re.compile(
+    r"(?:[01]?\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d{1,6})?)?", re.ASCII
+).fullmatch
 # Match an amount with a currency or percent sign, and a date that is not in ISO's form.
 _AMOUNT = re.compile(rf"{_CURRENCY_SIGN}\s*-?[\d.,]*\d|-?[\d.,]*\d\s*{_CURRENCY_SIGN}").fullmatch
 _OTHER_DATE = re.compile(
@@ -49,14 +53,15 @@ _OTHER_DATE = re.compile(
     r"(?: \d{1,2}(?:st|nd|rd|th)?,?)? \d{4}",
     re.ASCII | re.IGNORECASE,
 ).fullmatch
-MIN_COLUMN_CELLS, MAX_ODD_SHARE, SAMPLE_CELLS = 20, 0.1, 1000
+MIN_COLUMN_CELLS, MAX_ODD_SHARE, SAMPLE_CELLS = 4, 0.1, 1000
 """When to warn about a few words among numbers.
 
-The column has at least `MIN_COLUMN_CELLS` cells, and at most the share `MAX_ODD_SHARE` of them are
-words. The first `SAMPLE_CELLS` cells are checked before the others.
+The column has at least `MIN_COLUMN_CELLS` cells, and one of them, or at most the share
+`MAX_ODD_SHARE`, are words. The first `SAMPLE_CELLS` cells are checked before the others.
 """
 MIN_FORM_CELLS = 3
-"""A column of amounts or dates in other forms gets a warning if it has at least this many cells."""
+"""A column of amounts, decimal commas or dates in other forms gets a warning if it has at least
+this many cells."""
 _MAX_DIGITS = 19
 """The largest number of digits with which programs print floats.
 
@@ -96,21 +101,23 @@ def parse_numbers(cells: list[str], missing: Sequence[str] = MISSING_WORDS) -> l
 
 
 def date_form(text: str) -> str | None:
-    """Return the form of an ISO date: a date, or a datetime with or without a zone.
+    """Return the form of an ISO date: a date, a datetime with or without a zone, or a time of day.
 
     Return None for any other text.
 
     >>> date_form("2024-01-31"), date_form("2024-01-31 12:00Z"), date_form("31.1.2024")
     ('date', 'datetime with zone', None)
+    >>> date_form("9:30"), date_form("14:30:00")
+    ('time', 'time')
     """
     match = _ISO_DATE(text)
     if match is None:
-        return None
+        return "time" if _TIME_OF_DAY(text) else None
     return "date" if match[1] is None else "datetime with zone" if match[2] else "datetime"
 
 
 def parse_dates(cells: list[Any]) -> list[Any]:
-    """Return a column of ISO text as dates or datetimes if all cells have the same form.
+    """Return a column of ISO text as dates, datetimes or times if all cells have the same form.
 
     Other columns are returned unchanged.
 
@@ -120,7 +127,9 @@ def parse_dates(cells: list[Any]) -> list[Any]:
     first = next((cell for cell in cells if cell is not None), None)
     if not isinstance(first, str) or (form := date_form(first.strip())) is None:
         return cells
-    parse = datetime.date.fromisoformat if form == "date" else datetime.datetime.fromisoformat
+    parse = {"date": datetime.date.fromisoformat, "time": parse_time_of_day}.get(
+        form, datetime.datetime.fromisoformat
+    )
     parsed: dict[str | None, Any] = {None: None}
     for text in set(cells) - {None}:
         if not isinstance(text, str) or date_form(text.strip()) != form:
@@ -150,6 +159,7 @@ def infer_types(
     for name, cells in converted.items():
         if name in as_text:
             continue
+        _warn_lost_zeros(name, cells, columns[name])
         odd, reason = _count_odd_words(cells, _float_keeps), "are not numbers"
         if odd and all(map(_PLAIN_NUMBER.fullmatch, odd)):
             reason = "have more digits than a float"
@@ -228,9 +238,10 @@ def remove_thousands_commas(
     words, examples, has_point = {*missing, ""}, dict[str, str](), False
     for name, cells in columns.items():
         first = next((text for text in cells if "," in text and text.strip() not in words), "")
-        if not _COMMA_THOUSANDS(first.strip()):
-            continue
         stripped = [*map(str.strip, cells)]
+        if not _COMMA_THOUSANDS(first.strip()):
+            _warn_decimal_commas(name, [text for text in stripped if text not in words])
+            continue
         if all(_COMMA_THOUSANDS(text) or text in words for text in stripped):
             examples[name] = first.strip()
             has_point = has_point or any("," in text and "." in text for text in stripped)
@@ -248,6 +259,44 @@ def remove_thousands_commas(
         else cells
         for name, cells in columns.items()
     }
+
+
+def _warn_decimal_commas(name: str, cells: list[str]) -> None:
+    """Warn of a column of text whose cells are numbers with a decimal comma."""
+    commas = [text for text in cells if "," in text]
+    if len(cells) < MIN_FORM_CELLS or not commas or any(map(_THOUSANDS, commas)):
+        return
+    if all(_DECIMAL_COMMA(text) or _INTEGER_WITH_POINTS(text) for text in cells):
+        warn_at_caller(
+            f"column {name!r} is read as text: {len(commas):,} of its {len(cells):,} cells have a "
+            f"decimal comma, such as {commas[0]!r}. Write "
+            f"{commas[0].replace('.', '').replace(',', '.')} to get numbers",
+            MixedColumnWarning,
+        )
+
+
+def _warn_lost_zeros(name: str, cells: list[Any], texts: list[str]) -> None:
+    """Warn of a column of numbers that may be versions, of which 1.10 becomes 1.1.
+
+    Prices have the same number of decimals in every cell. Cells such as 2.0 lose nothing. Versions
+    begin with at most two digits.
+    """
+    numbers = [cell for cell in cells[:SAMPLE_CELLS] if type(cell) is float]
+    if not numbers or not all(0 <= number < 100 for number in numbers):
+        return
+    decimals = [text.strip().partition(".")[2] for text in texts[:SAMPLE_CELLS]]
+    lost = [
+        i for i, digits in enumerate(decimals) if digits.endswith("0") and digits.strip("0 ") != ""
+    ]
+    if not lost or len({len(digits) for digits in decimals if digits.strip("0 ")}) < 2:
+        return
+    text = texts[lost[0]].strip()
+    warn_at_caller(
+        f"column {name!r} is read as numbers: {len(lost):,} of its first {len(decimals):,} cells "
+        f"lose a zero at the end, such as {text!r}, which becomes {cells[lost[0]]}. If they are "
+        f"versions or codes, pass text=[{name!r}] (--text {name} on the command line)",
+        MixedColumnWarning,
+    )
 
 
 def strip_thousands_commas(text: str) -> str:
@@ -296,12 +345,13 @@ def _count_odd_words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str,
     texts = [cell for cell in cells[:SAMPLE_CELLS] if cell is not None]
     if len(texts) < MIN_COLUMN_CELLS or type(texts[0]) is not str:
         return {}
-    if sum(not keeps(text.strip()) for text in texts) > MAX_ODD_SHARE * len(texts):
+    max_count = max(MAX_ODD_SHARE * len(texts), 1)
+    if sum(not keeps(text.strip()) for text in texts) > max_count:
         return {}
     texts = [cell.strip() for cell in cells if cell is not None]
     words = Counter(text for text in texts if not keeps(text))
     padded = any(text.isdigit() and not _PLAIN_NUMBER.fullmatch(text) for text in words)
-    few = sum(words.values()) <= MAX_ODD_SHARE * len(texts) and not padded
+    few = sum(words.values()) <= max(MAX_ODD_SHARE * len(texts), 1) and not padded
     return dict(words.most_common()) if few else {}
 
 
