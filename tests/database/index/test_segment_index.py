@@ -130,7 +130,7 @@ def put(x, at, value):
         ("start", lambda x: put(x, 1, ROWS + 1)),
         ("start", lambda x: put(x, -1, ROWS + 1)),
         ("start", lambda x: put(x, 0, 1)),
-        ("start", lambda x: put(x, 1, 0)),
+        ("start", lambda x: put(x, 2, x[1] - 1)),
         ("code", lambda x: x[:, 1:]),
         ("code", lambda x: x[1:]),
         ("code", None),

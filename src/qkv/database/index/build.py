@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from qkv.database.index import segment_index
 from qkv.database.index.calibration import IndexReport, measure_index
 from qkv.database.index.metric import IndexMetric, find_metric
 from qkv.database.index.row_index import forget_indexes, read_part_vectors
+from qkv.database.index.segment_index import Centres
 from qkv.database.query.arguments import parse_queries
 from qkv.database.storage import Store
 from qkv.database.storage.snapshot import SegmentPart, Snapshot
@@ -71,8 +74,10 @@ def build_segments(
             done += rows
             (progress or show_progress)(done, total)
 
-        for part in parts:
-            _build_segment(store, part, metric, report_rows)
+        centres = _train_centres(parts, metric)
+        if centres is not None:
+            for part in parts:
+                _build_segment(store, part, metric, centres, report_rows)
     if parts:
         forget_indexes(view.snapshot)
         view.index_cache.clear()
@@ -100,15 +105,42 @@ def read_metric_name(snapshot: Snapshot, part: SegmentPart) -> str | None:
     return stored[1].get("metric")
 
 
+def _train_centres(parts: list[SegmentPart], metric: IndexMetric) -> Centres | None:
+    """Return the lists that all these segments share, so that a search compares few means.
+
+    Return None if float32 cannot hold the vectors of any segment.
+    """
+    total = sum(len(part.segment.ids) for part in parts)
+    share = segment_index.count_lists(total) * segment_index.TRAINING_ROWS_PER_LIST / max(total, 1)
+    samples, rows = [], 0
+    for part in parts:
+        part.segment.check_not_truncated()
+        count = len(part.segment.ids)
+        sample = segment_index.read_sample(
+            partial(read_part_vectors, part, metric), count, math.ceil(share * count)
+        )
+        if metric.fits_float32(sample):
+            samples.append(sample)
+            rows += count
+    if not samples:
+        return None
+    return segment_index.train_centres(np.concatenate(samples), rows, metric)
+
+
 def _build_segment(
-    store: Store, part: SegmentPart, metric: IndexMetric, report_rows: Callable[[int], None]
+    store: Store,
+    part: SegmentPart,
+    metric: IndexMetric,
+    centres: Centres,
+    report_rows: Callable[[int], None],
 ) -> None:
     assert part.entry is not None
     part.segment.check_not_truncated()
     arrays = segment_index.build_arrays(
-        lambda start, stop: read_part_vectors(part, metric, start, stop),
+        partial(read_part_vectors, part, metric),
         len(part.segment.ids),
         metric,
+        centres,
         report_rows,
     )
     if arrays is not None:

@@ -60,6 +60,7 @@ MAX_SLOPE_CHANGE = 0.02
 """The interval holds for scores whose slope differs by at most this share."""
 
 MAX_SCORES_PER_BLOCK = 2**25
+COLUMNS_PER_RUN = 128
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def measure_index(
         held_out = np.sort(np.random.default_rng(1).choice(rows, count, replace=False))
         queries = view.read_key_vectors(view.ids[held_out])
     if index.parts and queries is not None:
-        prepared = metric.prepare_vectors(queries)
+        prepared, reader = metric.prepare_vectors(queries), _KeyReader(view, metric, rows)
         steps = list(_choose_search_sizes(index))
         parts: list[list[np.ndarray]] = [[] for _ in steps]
         size = max(MAX_SCORES_PER_BLOCK // max(rows, 1), 16)
@@ -203,7 +204,7 @@ def measure_index(
             check_deadline()
             block = prepared[start : start + size]
             own = None if held_out is None else held_out[start : start + size]
-            exact = _compute_exact_weights(view, block, own, metric, rows)
+            exact = _compute_exact_weights(reader, block, own)
             tops += (exact.top / metric.slope).tolist()
             for results, step in zip(parts, steps, strict=False):
                 results.append(_measure_queries(index, block, own, exact, metric, *step))
@@ -239,24 +240,47 @@ def _choose_search_sizes(index: RowIndex) -> list[tuple[int, int]]:
     return sizes
 
 
-def _compute_similarity(
-    view: TableView, queries: np.ndarray, metric: IndexMetric, rows: int
-) -> np.ndarray:
-    """Return the similarity of the queries to all rows, (n, m)."""
-    similarity = np.empty((len(queries), rows), np.float32)
-    # Relative to the centre, the expanded square loses no precision far from the origin.
-    centre = queries.mean(axis=0) if metric.is_distance else np.float32(0)
-    start, queries = 0, queries - centre
-    for part in view.snapshot.list_parts():
-        part.segment.check_not_truncated()
-        keys = read_part_vectors(part, metric, 0, len(part.segment.ids), part.segment.live) - centre
-        block = similarity[:, start : start + len(keys)]
-        np.matmul(queries, keys.T, out=block)
-        if metric.is_distance:
-            block -= np.square(queries).sum(axis=1)[:, None] / 2
-            block -= np.square(keys).sum(axis=1) / 2
-        start += len(keys)
-    return similarity
+class _KeyReader:
+    """Reads the vectors of all keys for one block of queries after another.
+
+    For "cosine", the lengths of the keys are computed once, and the similarities are divided by
+    them. This takes a fraction of the time that it takes to normalize the keys for each block.
+    """
+
+    def __init__(self, view: TableView, metric: IndexMetric, rows: int) -> None:
+        self.view, self.metric, self.rows = view, metric, rows
+        self.factors: list[np.ndarray] = []
+
+    def compute_similarity(self, queries: np.ndarray) -> np.ndarray:
+        """Return the similarity of prepared queries to all rows, (n, m)."""
+        metric, similarity = self.metric, np.empty((len(queries), self.rows), np.float32)
+        # Relative to the centre, the expanded square loses no precision far from the origin.
+        centre = queries.mean(axis=0) if metric.is_distance else np.float32(0)
+        start, queries = 0, queries - centre
+        raw = metric._replace(name="dot") if metric.name == "cosine" else metric
+        for i, part in enumerate(self.view.snapshot.list_parts()):
+            part.segment.check_not_truncated()
+            keys = read_part_vectors(part, raw, 0, len(part.segment.ids), part.segment.live)
+            keys = keys - centre if metric.is_distance else keys
+            block = similarity[:, start : start + len(keys)]
+            np.matmul(queries, keys.T, out=block)
+            if i == len(self.factors):
+                self.factors.append(self._compute_factor(keys))
+            if metric.name == "cosine":
+                block *= self.factors[i]
+            elif metric.is_distance:
+                block -= np.square(queries).sum(axis=1)[:, None] / 2
+                block -= np.square(keys).sum(axis=1) / 2
+            start += len(keys)
+        return similarity
+
+    def _compute_factor(self, keys: np.ndarray) -> np.ndarray:
+        """Return 1 / ‖k‖, and 0 for zero vectors; nothing if the metric does not need it."""
+        if self.metric.name != "cosine":
+            return np.zeros(0, np.float32)
+        length = np.sqrt(np.einsum("ij,ij->i", keys, keys, dtype=float))
+        factor = np.divide(1, length, out=np.zeros_like(length), where=length > 0)
+        return np.asarray(np.minimum(factor, np.finfo(np.float32).max).astype(np.float32))
 
 
 class _ExactWeights(NamedTuple):
@@ -273,24 +297,40 @@ class _ExactWeights(NamedTuple):
 
 
 def _compute_exact_weights(
-    view: TableView,
-    queries: np.ndarray,
-    own: np.ndarray | None,
-    metric: IndexMetric,
-    rows: int,
+    reader: _KeyReader, queries: np.ndarray, own: np.ndarray | None
 ) -> _ExactWeights:
     """Return the exact weights of all rows; the rows `own` (n,) have none."""
-    similarity = _compute_similarity(view, queries, metric, rows)
+    similarity, slope = reader.compute_similarity(queries), reader.metric.slope
     if own is not None:
         similarity[np.arange(len(own)), own] = -np.inf
-    last = max(rows - BEST_ROWS, 0)
-    best = np.stack([np.argpartition(row, last)[last:] for row in similarity])
-    top = similarity.max(axis=1)
+    best = find_best_columns(similarity, BEST_ROWS)
+    top = np.take_along_axis(similarity, best, axis=1).max(axis=1)
     similarity -= top[:, None]
-    similarity *= np.float32(metric.slope)
+    similarity *= np.float32(slope)
     weights = np.exp(similarity, out=similarity)
     total = weights.sum(axis=1, dtype=float)
-    return _ExactWeights(weights, metric.slope * top.astype(float), total, best)
+    return _ExactWeights(weights, slope * top.astype(float), total, best)
+
+
+def find_best_columns(x: np.ndarray, count: int) -> np.ndarray:
+    """Return the columns of the `count` largest numbers in each row of x, (n, count), unordered.
+
+    >>> find_best_columns(np.array([[3.0, 1.0, 2.0]]), 2).tolist()
+    [[2, 0]]
+    """
+    rows = x.shape[1]
+    runs = rows // COLUMNS_PER_RUN
+    if runs <= count:
+        last = max(rows - count, 0)
+        return np.argpartition(x, last, axis=1)[:, last:]
+    # The largest numbers are in runs with the largest maxima, and in the rest behind all runs.
+    most = x[:, : runs * COLUMNS_PER_RUN].reshape(len(x), runs, COLUMNS_PER_RUN).max(axis=2)
+    run = np.argpartition(most, runs - count, axis=1)[:, runs - count :]
+    at = (run[:, :, None] * COLUMNS_PER_RUN + np.arange(COLUMNS_PER_RUN)).reshape(len(x), -1)
+    rest = np.arange(runs * COLUMNS_PER_RUN, rows)
+    at = np.concatenate([at, np.broadcast_to(rest, (len(x), len(rest)))], axis=1)
+    order = np.argpartition(np.take_along_axis(x, at, axis=1), at.shape[1] - count, axis=1)
+    return np.take_along_axis(at, order[:, at.shape[1] - count :], axis=1)
 
 
 def _measure_queries(
@@ -314,7 +354,7 @@ def _measure_queries(
         with np.errstate(divide="ignore"):
             log_found = float(np.log(sum_found) + exact.top[i])
         out[i] = (
-            np.isin(exact.best[i], reranked).mean(),
+            (exact.best[i][:, None] == reranked).any(axis=1).mean(),
             min(max(1 - sum_found / exact.total[i], 0.0), 1.0),
             share_of_rest(float(found.log_rest[i]), log_found),
         )

@@ -57,7 +57,8 @@ class _IndexedPart(NamedTuple):
     """A segment with an index, as one version sees it.
 
     Its rows from `begin` on belong to the version. `live` marks those that are not deleted, or is
-    None. Their positions among all rows start at `start`. Its lists start at `first_list`.
+    None. Their positions among all rows start at `start`. Its lists start at `first_list`; segments
+    with the same means share the numbers of their lists.
     """
 
     segment_index: SegmentIndex
@@ -85,7 +86,8 @@ class RowIndex:
     def __init__(self, view: TableView, metric: MetricName) -> None:
         self.parts: list[_IndexedPart] = []
         unindexed: list[np.ndarray] = []
-        start = first_list = 0
+        self.list_numbers = 0
+        start = 0
         parts = view.snapshot.list_parts()
         for part in parts:
             live, rows = part.segment.live, len(part.segment.ids)
@@ -94,12 +96,17 @@ class RowIndex:
             if index is None:
                 unindexed.append(np.arange(start, start + count))
             else:
-                indexed = _IndexedPart(index, part.begin, rows, live, start, count, first_list)
+                indexed = _IndexedPart(
+                    index, part.begin, rows, live, start, count, self._number_lists(index)
+                )
                 self.parts.append(indexed)
-                first_list += index.list_count
             start += count
         _forget_other_indexes(view.snapshot, parts)
-        self.total, self.list_count = start, first_list
+        self.total = start
+        built = self._sum_over_parts([part.segment_index.counts for part in self.parts])
+        self._numbers = np.flatnonzero(built)
+        """The numbers of the lists that have rows. Others are never searched."""
+        self._built_counts, self.list_count = built[self._numbers], len(self._numbers)
         self.unindexed = np.concatenate([np.zeros(0, np.int64), *unindexed])
         self._allowed: tuple[RowSelection | None, _AllowedRows] | None = None
 
@@ -111,13 +118,33 @@ class RowIndex:
             for part in self.parts
         ]
 
+    def _number_lists(self, index: SegmentIndex) -> int:
+        """Return the first number of the lists of a segment."""
+        for part in self.parts:
+            if part.segment_index.has_same_means(index):
+                return part.first_list
+        first, self.list_numbers = self.list_numbers, self.list_numbers + index.list_count
+        return first
+
+    def _sum_over_parts(self, numbers: list[np.ndarray]) -> np.ndarray:
+        """Return the sum over all parts of numbers (L,) of their lists."""
+        total = np.zeros(self.list_numbers, np.result_type(np.int64, *numbers))
+        for part, x in zip(self.parts, numbers, strict=True):
+            total[part.first_list : part.first_list + len(x)] += x
+        return total
+
     @cached_property
     def _list_means(self) -> np.ndarray:
-        return np.concatenate([part.segment_index.mean for part in self.parts])
+        first = {part.first_list: part.segment_index.mean for part in self.parts}
+        means = np.concatenate(list(first.values()))
+        return means if len(means) == self.list_count else means[self._numbers]
 
     @cached_property
     def _list_spreads(self) -> np.ndarray:
-        return np.concatenate([part.segment_index.spread for part in self.parts]).astype(float)
+        """The mean spread of each list, over all rows of all parts."""
+        indexes = [part.segment_index for part in self.parts]
+        total = self._sum_over_parts([x.spread.astype(float) * x.counts for x in indexes])
+        return np.asarray(total[self._numbers] / self._built_counts)
 
     @cached_property
     def _list_deviations(self) -> np.ndarray:
@@ -178,11 +205,12 @@ class RowIndex:
         else:
             nearest, is_read = self._choose_lists(similarity, lists, allowed.counts)
         closeness = similarity[at, nearest]
+        numbers = nearest if self.list_count == self.list_numbers else self._numbers[nearest]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         for part, bits, ranks in zip(self.parts, allowed.bits, self._ranks, strict=True):
-            local = nearest
-            if is_read is not None or len(self.parts) > 1:
-                local = nearest - part.first_list
+            local = numbers
+            if is_read is not None or self.list_numbers > part.segment_index.list_count:
+                local = numbers - part.first_list
                 is_inside = (local >= 0) & (local < part.segment_index.list_count)
                 local = np.where(is_inside if is_read is None else is_inside & is_read, local, -1)
             size = min(count, part.segment_index.rows)
@@ -286,20 +314,14 @@ class RowIndex:
         cached = self._allowed
         if cached is None or cached[0] is not selection:
             rows = [_find_allowed_rows_of_part(part, selection) for part in self.parts]
-            pairs = [
-                (part.segment_index.counts, None)
-                if allowed is None
-                else (
-                    np.add.reduceat(
-                        allowed[part.segment_index.row_of_entry].astype(np.int64),
-                        part.segment_index.start[:-1],
-                    ),
-                    np.packbits(allowed, bitorder="little"),
-                )
-                for part, allowed in zip(self.parts, rows, strict=True)
-            ]
-            counts = np.concatenate([np.zeros(0, np.int64), *(x for x, _ in pairs)])
-            self._allowed = cached = selection, _AllowedRows([x for _, x in pairs], counts)
+            counts, bits = [], list[np.ndarray | None]()
+            for part, allowed in zip(self.parts, rows, strict=True):
+                index = part.segment_index
+                counts.append(index.counts if allowed is None else index.count_rows(allowed))
+                packed = None if allowed is None else np.packbits(allowed, bitorder="little")
+                bits.append(packed)
+            total = self._sum_over_parts(counts)[self._numbers]
+            self._allowed = cached = selection, _AllowedRows(bits, total)
         return cached[1]
 
 

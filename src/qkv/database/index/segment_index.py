@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ LISTS_PER_ROOT = 2.0
 ROWS_PER_BLOCK = 2**16
 """The number of rows that are assigned to lists at a time."""
 
+ROWS_PER_STEP = 2**12
 TRAINING_ROWS_PER_LIST = 64
 CLUSTERING_ROUNDS = 10
 CODE_LEVELS = 255
@@ -50,27 +51,22 @@ def load_faiss() -> Any:
     return faiss
 
 
-def build_arrays(
-    read_vectors: ReadVectors,
-    rows: int,
-    metric: IndexMetric,
-    report_rows: Callable[[int], None] = lambda rows: None,
-) -> dict[str, np.ndarray] | None:
-    """Return the arrays of the index of `rows` vectors; None if float32 cannot hold a vector.
+class Centres(NamedTuple):
+    """The lists of some segments: a row belongs to the nearest of the `directions` (L, d).
 
-    - `mean` (L, d): the mean of each list
-    - `spread` (L,): the mean of ‖k − mean‖² / d over the list
-    - `start` (L + 1,): where each list begins in `row` and `code`
-    - `row` (m,): the row in the segment, list by list
-    - `code` (m, d): k − mean as float16, or in 8 bits, ⌊(k − mean − low) / range · 255⌋
-    - `bounds` (2, d): low and range of each column of k − mean
+    `means` (L, d) are the means of the sampled rows of each list. For "cosine", the directions are
+    the means with the length one.
     """
+
+    directions: np.ndarray
+    means: np.ndarray
+
+
+def train_centres(sample: np.ndarray, rows: int, metric: IndexMetric) -> Centres:
+    """Return the lists for segments with so many rows in total, from sampled vectors (c, d)."""
     faiss = load_faiss()
-    lists = max(1, min(int(LISTS_PER_ROOT * math.sqrt(rows)), rows // 16))
-    sample = _read_sample(read_vectors, rows, lists * TRAINING_ROWS_PER_LIST)
-    if not metric.fits_float32(sample):
-        return None
     width, is_cosine = sample.shape[1], metric.name == "cosine"
+    lists = max(1, min(count_lists(rows), len(sample)))
     clusters = faiss.Kmeans(
         width,
         lists,
@@ -81,62 +77,117 @@ def build_arrays(
         max_points_per_centroid=TRAINING_ROWS_PER_LIST,
     )
     clusters.train(sample)
-    centres = faiss.IndexFlatIP(width) if is_cosine else faiss.IndexFlatL2(width)
-    centres.add(clusters.centroids)
-    list_of_row = np.empty(rows, np.int64)
-    total = np.zeros((lists, width))
+    nearest = _find_nearest(_index_directions(clusters.centroids, metric), sample)
+    # A list without rows would have no mean.
+    present, nearest, counts = np.unique(nearest, return_inverse=True, return_counts=True)
+    order = np.argsort(nearest, kind="stable")
+    first = np.cumsum(counts) - counts
+    total = np.add.reduceat(sample[order], first, axis=0, dtype=float)
+    means = (total / counts[:, None]).astype(np.float32)
+    return Centres(clusters.centroids[present], means)
+
+
+def count_lists(rows: int) -> int:
+    """Return the number of lists of segments with so many rows in total."""
+    return max(1, min(int(LISTS_PER_ROOT * math.sqrt(rows)), rows // 16))
+
+
+def _index_directions(directions: np.ndarray, metric: IndexMetric) -> Any:
+    faiss, width = load_faiss(), directions.shape[1]
+    index = faiss.IndexFlatIP(width) if metric.name == "cosine" else faiss.IndexFlatL2(width)
+    index.add(np.ascontiguousarray(directions))
+    return index
+
+
+def _find_nearest(index: Any, vectors: np.ndarray) -> np.ndarray:
+    """Return the list of each vector. A degenerate clustering has none: any list will do."""
+    return np.asarray(np.maximum(index.search(vectors, 1)[1][:, 0], 0))
+
+
+def build_arrays(
+    read_vectors: ReadVectors,
+    rows: int,
+    metric: IndexMetric,
+    centres: Centres | None = None,
+    report_rows: Callable[[int], None] = lambda rows: None,
+) -> dict[str, np.ndarray] | None:
+    """Return the arrays of the index of `rows` vectors; None if float32 cannot hold a vector.
+
+    Without `centres`, they are trained with the vectors.
+
+    - `mean` (L, d): the mean of each list, over the rows from which the centres were trained
+    - `spread` (L,): the mean of ‖k − mean‖² / d over the list; 0 without rows
+    - `start` (L + 1,): where each list begins in `row` and `code`
+    - `row` (m,): the row in the segment, list by list
+    - `code` (m, d): k − mean as float16, or in 8 bits, ⌊(k − mean − low) / range · 255⌋
+    - `bounds` (2, d): low and range of each column of k − mean
+    """
+    if centres is None:
+        sample = read_sample(read_vectors, rows, count_lists(rows) * TRAINING_ROWS_PER_LIST)
+        if not metric.fits_float32(sample):
+            return None
+        centres = train_centres(sample, rows, metric)
+    directions, mean = _index_directions(centres.directions, metric), centres.means
+    lists, width = mean.shape
+    list_of_row, squares = np.empty(rows, np.int64), np.zeros(lists)
+    low, high = np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32)
     for start in range(0, rows, ROWS_PER_BLOCK):
         check_deadline()
         block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
         if not metric.fits_float32(block):
             return None
-        nearest = centres.search(block, 1)[1][:, 0]
-        # A degenerate clustering leaves rows without a list: any list will do.
-        nearest = np.where(nearest < 0, 0, nearest)
+        nearest = _find_nearest(directions, block)
         list_of_row[start : start + len(block)] = nearest
-        _add_rows(total, block, nearest)
+        for at, residual in _iterate_residuals(block, nearest, mean):
+            lengths = np.einsum("ij,ij->i", residual, residual)
+            squares += np.bincount(nearest[at], lengths, minlength=lists)
+            np.minimum(low, residual.min(axis=0), out=low)
+            np.maximum(high, residual.max(axis=0), out=high)
         report_rows(len(block))
-    # A list without rows would have no mean.
-    present, list_of_row = np.unique(list_of_row, return_inverse=True)
-    lists, total = len(present), total[present]
     row = np.argsort(list_of_row, kind="stable")
-    start_of_list = np.searchsorted(list_of_row[row], np.arange(lists + 1))
-    counts = np.diff(start_of_list)
-    mean, squares = (total / counts[:, None]).astype(np.float32), np.zeros(lists)
+    counts = np.bincount(list_of_row, minlength=lists)
     place = np.empty(rows, np.int64)
     place[row] = np.arange(rows)
-    low, high = np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32)
-
-    def iterate_residuals() -> Iterator[tuple[int, np.ndarray]]:
-        for start in range(0, rows, ROWS_PER_BLOCK):
-            check_deadline()
-            block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
-            yield start, block - mean[list_of_row[start : start + len(block)]]
-
-    for start, block in iterate_residuals():
-        lengths = np.einsum("ij,ij->i", block, block, dtype=float)
-        nearest = list_of_row[start : start + len(block)]
-        squares += np.bincount(nearest, lengths, minlength=lists)
-        low, high = np.minimum(low, block.min(axis=0)), np.maximum(high, block.max(axis=0))
     size = np.where(high > low, high - low, 1).astype(np.float32)
     if not np.isfinite(size).all() or not np.isfinite(squares).all():
         return None
-    spread = squares / counts / width
-    is_8_bit = _is_8_bit_precise(size, float(spread @ counts) / rows)
+    is_8_bit = _is_8_bit_precise(size, float(squares.sum()) / width / rows)
     is_8_bit |= max(np.abs(low).max(), np.abs(high).max()) > MAX_FLOAT16
+    bounds = np.stack([low, size])
     code = np.empty((rows, width), np.uint8 if is_8_bit else np.float16)
-    for start, block in iterate_residuals():
-        if is_8_bit:
-            block = np.clip((block - low) / size * CODE_LEVELS, 0, CODE_LEVELS)
-        code[place[start : start + len(block)]] = block
+    encode = _make_8_bit_encoder(bounds) if is_8_bit else np.asarray
+    for start in range(0, rows, ROWS_PER_BLOCK):
+        check_deadline()
+        stop = min(start + ROWS_PER_BLOCK, rows)
+        block, nearest = read_vectors(start, stop), list_of_row[start:stop]
+        for at, residual in _iterate_residuals(block, nearest, mean):
+            code[place[start:stop][at]] = encode(residual)
     return {
         "mean": mean,
-        "spread": spread.astype(np.float32),
-        "start": start_of_list.astype(np.int64),
+        "spread": (squares / np.maximum(counts, 1) / width).astype(np.float32),
+        "start": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         "row": row.astype(np.uint32),
         "code": code,
-        "bounds": np.stack([low, size]),
+        "bounds": bounds,
     }
+
+
+def _iterate_residuals(
+    block: np.ndarray, nearest: np.ndarray, mean: np.ndarray
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield k − mean for some rows of a block at a time, so that they stay in the cache."""
+    for start in range(0, len(block), ROWS_PER_STEP):
+        at = slice(start, start + ROWS_PER_STEP)
+        yield at, block[at] - mean[nearest[at]]
+
+
+def _make_8_bit_encoder(bounds: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that returns the codes of vectors (c, d)."""
+    faiss = load_faiss()
+    quantizer = faiss.ScalarQuantizer(bounds.shape[1], faiss.ScalarQuantizer.QT_8bit)
+    faiss.copy_array_to_vector(bounds.reshape(-1), quantizer.trained)
+    encode: Callable[[np.ndarray], np.ndarray] = quantizer.compute_codes
+    return encode
 
 
 def describe_arrays(metric: IndexMetric) -> dict[str, str]:
@@ -169,6 +220,14 @@ class SegmentIndex:
     @property
     def list_count(self) -> int:
         return len(self.mean)
+
+    def has_same_means(self, other: SegmentIndex) -> bool:
+        return np.array_equal(self.mean, other.mean)
+
+    def count_rows(self, is_counted: np.ndarray) -> np.ndarray:
+        """Return the number of marked rows in each list, (L,), for marks (m,) of all rows."""
+        total = np.concatenate([[0], np.cumsum(is_counted[self.row_of_entry])])
+        return np.asarray(total[self.start[1:]] - total[self.start[:-1]])
 
     def _load_lists(self, arrays: Mapping[str, np.ndarray]) -> Any:
         """Return the lists as an index of FAISS, in which the id of an entry is its row."""
@@ -241,20 +300,13 @@ class SegmentIndex:
         return rows, similarity
 
 
-def _read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:
+def read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:
     """Return about `count` vectors, from blocks that are spread over all rows."""
     if rows <= count:
         return read_vectors(0, rows)
     blocks = 64
     starts = np.linspace(0, rows - count // blocks - 1, blocks).astype(int)
     return np.concatenate([read_vectors(at, at + count // blocks) for at in starts.tolist()])
-
-
-def _add_rows(total: np.ndarray, block: np.ndarray, list_of_row: np.ndarray) -> None:
-    """Add the vectors to the sums of their lists."""
-    order = np.argsort(list_of_row, kind="stable")
-    present, first = np.unique(list_of_row[order], return_index=True)
-    total[present] += np.add.reduceat(block[order].astype(float), first, axis=0)
 
 
 def _is_8_bit_precise(size: np.ndarray, spread: float) -> bool:
@@ -282,7 +334,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> No
     if not lists or {name: (x.shape, x.dtype) for name, x in arrays.items()} != expected:
         raise ValueError("its arrays have other shapes")
     start = arrays["start"]
-    if start[0] or start[-1] != rows or (np.diff(start) <= 0).any():
+    if start[0] or start[-1] != rows or (np.diff(start) < 0).any():
         raise ValueError("its lists are not what was written")
     row = arrays["row"]
     if row.max() >= rows or (np.bincount(row, minlength=rows) != 1).any():
