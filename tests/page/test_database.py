@@ -485,7 +485,8 @@ def test_rows_without_a_value_are_counted(page: Any, tmp_path: Path) -> None:
     D: Any = Database({"a": None, "b": 1.0, "c": float("nan"), "d": 2.0})
     open_answer(page, D, "b", tmp_path / "p.html")
     note = page.get_by_test_id("note")
-    assert note.inner_text() == "2 rows without a value are ignored."
+    sure = f"How sure: {D.ask('b').confidence_text}."
+    assert note.inner_text() == f"{sure} 2 rows without a value are ignored."
     page.get_by_test_id("row-0-value").fill("")
     assert "3 rows without a value are ignored." in note.inner_text()
 

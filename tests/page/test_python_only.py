@@ -169,6 +169,7 @@ def test_a_server_computes_them(page: Any) -> None:
     served.add_database("grades", Database({3.1: 70.0, 3.5: 82.0, 4.0: 95.0}))
     with at_work(served, Access()) as address:
         page.goto(address)
+        page.get_by_test_id("data-live").click()
         page.get_by_test_id("score").select_option("stretched")
         page.get_by_test_id("query").fill("3.7")
         wait_for_python(page)

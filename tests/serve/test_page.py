@@ -64,17 +64,47 @@ def read_number(page: Any, test: str) -> float:
 
 
 def test_the_served_databases_are_shown(page: Any, url: str, own: DatabaseRegistry) -> None:
+    """Each table has one view, which opens on a fuzzy question and says how sure the answer is."""
     page.goto(url)
-    page.get_by_test_id("answer-value").first.wait_for()
+    page.get_by_test_id("data-value-found").wait_for()
     tabs = page.get_by_role("tab").all_inner_texts()
-    assert tabs[:4] == ["books", "grades", "vectors", "places"]
-    assert tabs[4:] == ["Your data", "Sentence", "Regression", "Scores", "Model"]
-    assert page.get_by_test_id("answer-value").first.inner_text() == "novel"
+    assert tabs == ["Your data", "Sentence", "Regression", "Scores", "Model"]
+    options = page.get_by_test_id("data-table").locator("option").all_inner_texts()
+    assert options[:4] == ["books", "grades", "vectors", "places"]
+    query = page.get_by_test_id("data-query").input_value()
+    books = own.databases["books"].database
+    assert query not in list(books) and query
+    answer = books.ask(query)
+    assert page.get_by_test_id("data-value-found").inner_text() == answer.value
+    sure = f"How sure: {answer.confidence_text}"
+    assert page.get_by_test_id("data-confidence").inner_text() == sure
+
+
+def test_the_rows_of_a_served_table_are_edited(page: Any, url: str, own: DatabaseRegistry) -> None:
+    page.goto(url)
+    page.get_by_test_id("data-value-found").wait_for()
+    fill_query(page, "Ulises")
+    live = page.get_by_test_id("data-live")
+    live.click()
+    value = page.get_by_test_id("answer-value")
+    value.wait_for()
+    books = own.databases["books"].database
+    assert page.get_by_test_id("query").input_value() == "Ulises"
+    assert value.inner_text() == books.ask("Ulises").value
+    assert page.get_by_test_id("data-query").is_hidden()
+    assert "How sure: " in page.get_by_test_id("note").inner_text()
+    live.click()
+    page.get_by_test_id("data-value-found").wait_for()
+    assert page.get_by_test_id("data-live-view").is_hidden()
+    live.click()
+    value.wait_for()
+    page.get_by_test_id("data-table").select_option("grades")
+    page.get_by_text("grades: ").wait_for()
+    assert page.get_by_test_id("data-live-view").is_hidden()
 
 
 def test_a_served_database_is_asked(page: Any, url: str, own: DatabaseRegistry) -> None:
     page.goto(url)
-    page.get_by_test_id("tab-data").click()
     books = own.databases["books"].database
     first = next(books.rows())
     page.get_by_test_id("data-first-0-title").wait_for()
@@ -297,7 +327,7 @@ def test_a_page_that_cannot_start_says_why_and_starts_again(page: Any, url: str)
     page.get_by_role("alert").filter(has_text=refused["error"]).wait_for()
     page.unroute("**/page/call/views")
     page.get_by_role("button", name="Start again").click()
-    page.get_by_test_id("answer-value").first.wait_for()
+    page.get_by_test_id("data-value-found").wait_for()
     assert page.get_by_role("button", name="Start again").is_hidden()
 
 

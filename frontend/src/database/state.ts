@@ -139,6 +139,11 @@ export class State {
     return answer && this.data.is_named === false ? `${answer.score} and ${answer.weighting}` : null;
   }
 
+  /** How sure Python's answer is, as long as nothing was changed. */
+  get confidence(): string {
+    return (this.changeCount === 0 && this.data?.answer?.confidence_text) || "";
+  }
+
   /** The advice of Python's answer, as long as nothing was changed. */
   get hint(): string {
     return (this.changeCount === 0 && this.data?.answer?.hint) || "";

@@ -7,6 +7,7 @@ import { clipText, formatFixed, h, createField, replaceChildren, createSelect } 
 import { MAX_LARGE_FONT_LETTERS, formatCount, formatPercent, formatOneLine, formatValue } from "../numbers";
 import { listPythonOnly } from "../registrations";
 import type { View } from "../view";
+import { view as databaseView } from "./database";
 
 const SCORE_OPTIONS: [string, string][] = [
   ["", "encoder’s default"],
@@ -25,6 +26,7 @@ const WEIGHTING_OPTIONS: [string, string][] = [
 ];
 /** The choice of all columns except the key. */
 const ALL_OTHER_COLUMNS = "";
+const LIVE_LABEL = "Edit rows, compare soft and hard";
 /** Milliseconds after the last key press until the query is sent. */
 const QUERY_DELAY_MS = 250;
 /** Where the page or Python stores an opened file. */
@@ -58,6 +60,9 @@ const STYLE = `
 .data .first .clip { min-width: 18rem; max-width: 40rem; }
 .data td.wide { overflow-wrap: anywhere; min-width: 6.5rem; }
 .data td.word { white-space: nowrap; }
+.data .about { display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; justify-content: space-between; align-items: center; margin-bottom: 1rem; }
+.data .about p { margin: 0; }
+.data [hidden] { display: none; }
 .data .stale { opacity: 0.4; }
 .data .advice { font-weight: 600; }
 .data .controls { align-items: start; }
@@ -124,6 +129,36 @@ export const view: View = {
     const where = createInput("data-where");
     const score = createSelect([...SCORE_OPTIONS, ...listPythonOnly(context, "scores")], "", () => void showAnswer(), { test: "data-score" });
     const weighting = createSelect([...WEIGHTING_OPTIONS, ...listPythonOnly(context, "weightings")], "softmax", () => void showAnswer(), { test: "data-weighting" });
+    const liveBox = h("div", { test: "data-live-view", hidden: true });
+    let removeLive: (() => void) | null = null;
+    const liveButton = h(
+      "button",
+      { test: "data-live", hidden: true, "aria-expanded": "false", on: { click: () => void (removeLive ? closeLive() : openLive()) } },
+      LIVE_LABEL,
+    );
+    /** Shows the rows of the table and the current query in the view Database, where both can be edited. */
+    const openLive = () =>
+      runAction(async () => {
+        const table = currentTable;
+        if (!table || !context.backend) return;
+        const data = await context.backend.call("live", { database: table.name, query: query.value.trim() });
+        if (isRemoved || currentTable !== table || removeLive) return;
+        switchLive(true);
+        removeLive = databaseView.mount(liveBox, { ...context, data });
+      });
+    const closeLive = () => {
+      removeLive?.();
+      removeLive = null;
+      switchLive(false);
+      context.setUnsaved(false);
+    };
+    /** Shows the view Database or the answer, but not two queries at the same time. */
+    const switchLive = (isLive: boolean) => {
+      liveBox.hidden = !isLive;
+      for (const part of [columnControls, queryRow, answerSection, firstRowsSection]) part.hidden = isLive;
+      liveButton.textContent = isLive ? "Back to the answer" : LIVE_LABEL;
+      liveButton.setAttribute("aria-expanded", String(isLive));
+    };
     let version: HTMLSelectElement | null = null;
     let queue: Promise<void> = Promise.resolve();
 
@@ -256,6 +291,8 @@ export const view: View = {
     const openTable = (table: TableInfo | null) =>
       runAction(async () => {
         currentTable = table;
+        closeLive();
+        liveButton.hidden = !table || !context.backend;
         replaceChildren(answerSection);
         replaceChildren(firstRowsSection);
         replaceChildren(
@@ -353,24 +390,29 @@ export const view: View = {
       ),
       source.uploadFolder && createFileButton("Database", "Open a folder", folderInput, "For example books.qkv."),
     );
+    const queryRow = h("div", { class: "query" }, createField("Query", query));
     const element = h(
       "div",
       { class: "data" },
       dropZone,
-      tableNote,
+      h("div", { class: "about" }, tableNote, liveButton),
       columnControls,
-      h("div", { class: "query" }, createField("Query", query)),
+      queryRow,
       errorText,
+      liveBox,
       answerSection,
       firstRowsSection,
     );
     container.append(element);
+    // The element of the view gets the event when the theme changes.
+    container.addEventListener("theme", () => liveBox.dispatchEvent(new CustomEvent("theme")));
     void openTable(currentTable);
     // In a notebook the focus stays in the cell.
     if (context.host !== "notebook") query.focus({ preventScroll: true });
     return () => {
       isRemoved = true;
       clearTimeout(timer);
+      closeLive();
       element.remove();
     };
   },

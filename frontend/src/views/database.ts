@@ -276,6 +276,7 @@ export const view: View = {
 /** Says where the numbers come from, if that is not obvious. */
 function describeSource(state: State, outcome: Outcome): string {
   const parts: string[] = state.hint ? [state.hint] : [];
+  if (state.confidence) parts.unshift(`How sure: ${state.confidence}.`);
   if (state.otherRowCount) {
     const pageRows = state.lines.length.toLocaleString("en");
     const allRows = (state.lines.length + state.otherRowCount).toLocaleString("en");

@@ -123,9 +123,27 @@ def answer_query(args: Args, databases: Databases) -> dict[str, Any]:
     return data
 
 
+def build_live_view(args: Args, databases: Databases) -> dict[str, Any]:
+    """Return the data of the view Database for `database`, with the `query` if there is one.
+
+    >>> from qkv import Database
+    >>> build_live_view({"database": "names"}, {"names": Database({"Li": "Mu"})})["rows"]
+    [{'key': 'Li', 'value': 'Mu'}]
+    """
+    database = tables.find_database(args, databases)
+    has_query = args.get("query") not in (None, "")
+    view = (
+        views.answer_view(tables.find_answer(args, databases))
+        if has_query
+        else views.database_view(database)
+    )
+    return {**view["data"], "database": args["database"]}
+
+
 CALL_HANDLERS: dict[str, Callable[[Args, Databases], Any]] = {
     "ask": tables.ask_database,
     "answer": answer_query,
+    "live": build_live_view,
     "encode": encode_keys,
     "weigh": weigh_keys,
     "grid": weigh_grid,

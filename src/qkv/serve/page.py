@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
 
@@ -30,9 +30,6 @@ from qkv.serve.schemas import (
     list_schema,
     object_schema,
 )
-
-if TYPE_CHECKING:
-    from qkv.database import Database
 
 PAGE_HTML = """<!doctype html>
 <html lang="en">
@@ -147,9 +144,6 @@ def run_page_call(registry: DatabaseRegistry, request: RequestData) -> Any:
     )
 
 
-MAX_DATABASE_TABS = 6
-"""The number of databases with their own tab. The tab "Your data" lists all databases."""
-
 WRITING_CALLS = {"upload", "columns"}
 """The calls that add a database. The client needs the right to upload."""
 
@@ -185,25 +179,15 @@ def _pack_result(value: Any) -> dict[str, Any]:
 
 
 def page_views(registry: DatabaseRegistry) -> list[dict[str, Any]]:
-    """Return the views of the page: those of the first databases, then those without a database."""
-    first = list(registry.databases.values())[:MAX_DATABASE_TABS]
-    views = [view for served in first for view in _database_views(served.name, served.database)]
-    other_views = ["data", "sentence", "regression", "scores", "model"]
+    """Return the views of the page: that of the databases first, then those without a database.
+
+    Without a database, the examples come first.
+    """
     summaries = tables.list_databases({}, registry)
-    return [
-        *(views or build_views({"view": "database", "data": {"examples": True}})),
-        *build_views(
-            [
-                {"view": name, "data": {"databases": summaries} if name == "data" else {}}
-                for name in other_views
-            ]
-        ),
-    ]
-
-
-def _database_views(name: str, database: Database) -> list[dict[str, Any]]:
-    views = build_views(database)
-    return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in views]
+    examples = [] if summaries else [{"view": "database", "data": {"examples": True}}]
+    data = {"view": "data", "data": {"databases": summaries}}
+    others = [{"view": name} for name in ("sentence", "regression", "scores", "model")]
+    return build_views([*examples, data, *others])
 
 
 @ROUTES(
