@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,42 @@ def sample_modules(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+def name_slow_test(item: pytest.Item) -> str:
+    """Return the name of an item's function as in `slow_tests.txt`."""
+    path, _, name = name_function(item).partition("::")
+    module, _, function = ("::" + name).rpartition("::")
+    classes = module.replace("::", ".")
+    return f"{path.removesuffix('.py').replace('/', '.')}{classes}::{function}"
+
+
+def estimate_seconds(items: list[pytest.Item]) -> dict[pytest.Item, float]:
+    """Return the seconds of the items that are slow.
+
+    A module with `sample_of_module` has functions that no run has measured. They count like the
+    others of the module.
+    """
+    known = sampling.read_slow_tests()
+    by_module: dict[str, list[float]] = {}
+    for name, seconds in known.items():
+        by_module.setdefault(name.partition("::")[0], []).append(seconds)
+    found: dict[pytest.Item, float] = {}
+    for item in items:
+        name = name_slow_test(item)
+        others = by_module.get(name.partition("::")[0])
+        if name in known:
+            found[item] = known[name]
+        elif others and item.get_closest_marker("sample_of_module"):
+            found[item] = sum(others) / len(others)
+    return found
+
+
+def sample_slow_tests(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the slow items that another day's run has."""
+    seconds = estimate_seconds(items)
+    drawn = sampling.sample_by_seconds(seconds, sampling.SHARE, lambda item: item.nodeid)
+    return seconds.keys() - drawn
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases that do not apply, and what only `make test-full` runs."""
     items[:] = [item for item in items if is_applicable(item)]
@@ -114,6 +151,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out |= sample_functions(items)
     if not any("::" in argument for argument in config.args):
         left_out |= sample_modules([item for item in items if item not in left_out])
+    if all(Path(argument).is_dir() for argument in config.args):  # else the caller names a module
+        left_out |= sample_slow_tests([item for item in items if item not in left_out])
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
