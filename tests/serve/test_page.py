@@ -305,6 +305,33 @@ def test_a_condition_is_of_the_table_that_is_open(page: Any, tmp_path: Path) -> 
         page.goto("about:blank")
 
 
+def test_another_table_is_asked_its_own_question(page: Any) -> None:
+    """The query and the filter of the previous table are not sent to one with other columns."""
+    served = DatabaseRegistry()
+    titles = {"title": ["The Alchemist", "Ulysses"], "year": [1988, 1922]}
+    served.add_database("books", qkv.Database.from_columns(titles, value="year"))
+    pay = {"grade": [3.0, 3.5], "salary": [70.0, 82.0]}
+    served.add_database("pay", qkv.Database.from_columns(pay, value="salary"))
+    with at_work(served, Access()) as url:
+        page.goto(url)
+        page.get_by_test_id("data-value-found").wait_for()
+        fill_query(page, "Ulises")
+        where = page.get_by_test_id("data-where")
+        where.fill("year > 1900")
+        query = page.get_by_test_id("data-query")
+        answer = page.get_by_test_id("data-answer")
+        for table, question in [("pay", "3.25"), ("books", "the alchmist")]:
+            page.get_by_test_id("data-table").select_option(table)
+            wait_until(page, lambda asked=question: answer.get_attribute("data-query") == asked)
+            assert query.input_value() == question and not where.input_value()
+        where.fill("year > 1900")
+        page.get_by_test_id("data-key").select_option("year")
+        wait_until(page, lambda: answer.get_attribute("data-query") == "1955")
+        assert where.input_value() == "year > 1900"
+        assert page.get_by_test_id("data-error").is_hidden()
+        page.goto("about:blank")
+
+
 def test_a_server_that_is_gone_is_reported(page: Any, url: str) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()

@@ -95,6 +95,8 @@ function createCell(cell: unknown, test: string): HTMLElement {
 const formatRowNumbers = (rows: number[]) =>
   `${rows.length === 1 ? "row" : "rows"} ${rows.slice(0, 5).join(", ")}${rows.length > 5 ? ", …" : ""}`;
 
+const haveSameNames = (first: string[], second: string[]) => first.length === second.length && first.every((name) => second.includes(name));
+
 /** An example of a condition that some of these rows pass. */
 function suggestCondition(rows: Row[], columns: string[]): string {
   const quoteName = (column: string) => (PLAIN_NAME.test(column) ? column : `\`${column.replaceAll("`", "``")}\``);
@@ -279,6 +281,13 @@ export const view: View = {
       where.value = ""; // it refers to columns of the previous table
       void openTable(source.tables.find((candidate) => candidate.name === name)!);
     };
+    /** Clears what was written for other columns: a table with other keys may refuse it. */
+    const clearOutdatedInputs = (previous: TableInfo | null, table: TableInfo) => {
+      clearTimeout(timer);
+      if (!previous) return;
+      if (!haveSameNames(previous.columns, table.columns)) where.value = "";
+      if (!haveSameNames(previous.key, table.key)) query.value = suggestedQuery = "";
+    };
     /** Asks a first question of a table that was just opened, if the query is empty or the last suggestion. */
     const suggestQuery = async (table: TableInfo) => {
       if (query.value.trim() !== suggestedQuery) return;
@@ -290,6 +299,7 @@ export const view: View = {
     /** Opens a table and redraws the controls for it. */
     const openTable = (table: TableInfo | null) =>
       runAction(async () => {
+        if (table) clearOutdatedInputs(currentTable, table);
         currentTable = table;
         closeLive();
         liveButton.hidden = !table || !context.backend;
