@@ -98,6 +98,17 @@ EQUIVALENT = {
         "2.0",
         "square >= 1.0 / 64",
         "1.0 * 64",
+        "2 * np.sqrt(norms) / math.sqrt(float(centre @ centre))",
+        "2 / np.sqrt(norms)",
+        "total - offsets[:, None]",
+        "0 / offsets",
+        "scale / (query.shape[-1] + 8)",
+        "query.shape[-1] - 8",
+        # Which of two products of stored keys is taken: both are right.
+        "most * scale < MAX_EXPANDED_SQUARE",
+        "(most + float(offsets.max(initial=0))) * scale < MAX_EXPANDED_SQUARE",
+        "(most + float(offsets.max(initial=0))) / scale",
+        "most - float(offsets.max(initial=0))",
         "fw.detach(square) / -1.0",
         "s < 0",  # max(0, 0)
         "ones - fw.xp.sum(cols, axis=-1)[..., None, :]",  # zeros, there for their shape
@@ -166,6 +177,7 @@ def check_score(cls, name, settings):
     if name in ("Boxcar", "Triangular", "Epanechnikov"):
         edge = cls(2.0)(np.zeros((1, 1)), np.array([[2.0], [0.0], [np.nan]]))[0]
         np.testing.assert_array_equal(edge, [float(name == "Boxcar"), 1.0, np.nan])
+        _check_centred_window(cls)
     if name == "Cosine":
         huge = cls(**settings)(QUERY * 1e200, KEY)
         np.testing.assert_allclose(huge, want, rtol=1e-9)
@@ -226,6 +238,32 @@ def _check_centred(cls):
         assert sharp.key_terms(KEY * 1e16) is None
         same = module["CentredGaussian"](bandwidth, KEY.mean(0) + 1)
         assert (same.score_with_key_terms(KEY, KEY, same.key_terms(KEY)) <= 0).all()
+
+
+def _check_centred_window(cls):
+    """Squares of stored keys give the same r², unless the keys are far away."""
+    module = cls.adapt_to_keys.__globals__
+    least = module["MIN_EXPANDED_COLUMNS"]
+    sample = np.random.default_rng(3).normal(size=(5, least))
+    np.testing.assert_allclose(cls(2.0).adapt_to_keys(sample).centre, sample.mean(0))
+    for other, columns in ((2.0, least - 1), (np.ones(least), least), (1e-7, least), (1e7, least)):
+        window = cls(other)
+        assert window.adapt_to_keys(sample[:, :columns]) is window
+    for shift, scale in ((0, 1), (9, 1), (1e4, 1), (3, 1e3)):
+        query, key = scale * QUERY + shift, scale * KEY + shift
+        score = module["CentredWindow"](2.0 * scale, cls(2.0 * scale), key.mean(0))
+        terms = score.key_terms(key)
+        want = ((query[:, None] - key) ** 2).sum(-1) / (2.0 * scale) ** 2
+        square = score._expand_square(query, key, terms)
+        np.testing.assert_allclose(square, want, rtol=1e-9, atol=1e-9)
+        actual = score.score_with_key_terms(query, key, terms)
+        np.testing.assert_array_equal(actual, score.profile(square))
+    assert score.key_terms(KEY * 1e19) is None
+    score = module["CentredWindow"](2.0, cls(2.0), KEY.mean(0))
+    far = 9 * KEY
+    assert score._expand_square(QUERY, far, score.key_terms(far)) is None
+    apart = score.score_with_key_terms(QUERY, far, score.key_terms(far))
+    np.testing.assert_array_equal(apart, cls(2.0)(QUERY, far))
 
 
 NEGATIVE_SQUARES = -((QUERY[:, None] - KEY) ** 2).sum(-1) / 2.0**2

@@ -66,6 +66,18 @@ def window_formula(score: Any, query: Any, key: Any) -> Any:
     return np.maximum(0.0, 1.0 - r)
 
 
+def pair_heads(query: Any, key: Any) -> list[tuple[Any, Any]]:
+    """Return the matrices (n, d) and (m, d) of each head."""
+    return [(q, k[0]) for k, heads in zip(key, query, strict=True) for q in heads]
+
+
+def score_with_key_terms(score: Any, query: Any, key: Any) -> Any:
+    """Return the scores as a database computes them: the squares of the keys are stored."""
+    adapted = score.adapt_to_keys(key[:8])
+    terms = adapted.key_terms(key)
+    return score(query, key) if terms is None else adapted.score_with_key_terms(query, key, terms)
+
+
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window: Any, kind: str) -> None:
@@ -84,7 +96,9 @@ def test_windows(window: Any, kind: str) -> None:
         arrays = [x.astype(dtype) for x in (q, k)]
         with np.errstate(invalid="ignore"):
             want = window_formula(score, *(x.astype("float64") for x in arrays))
-            got = score(*arrays), score(*map(torch.tensor, arrays)).numpy()
+            got = [score(*arrays), score(*map(torch.tensor, arrays)).numpy()]
+            got.append(np.stack([score_with_key_terms(score, *x) for x in pair_heads(*arrays)]))
+            got[-1] = got[-1].reshape(want.shape)
         for x in got:
             np.testing.assert_allclose(x[want == want], want[want == want], rtol=0, atol=most)
             if kind != "not finite":

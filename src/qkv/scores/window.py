@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from qkv.frameworks import divide_unless_one, get_framework, is_array
+from qkv.frameworks.squares import (
+    MAX_EXACT_SHARE,
+    MAX_EXPANDED_SQUARE,
+    MIN_EXPANDED_COLUMNS,
+    UNIT_BY_BYTES,
+)
 from qkv.scores.base import AffineForm, Score, broadcast_pairs
-from qkv.scores.distance import affine_squared_distance, squared_distance, sum_differences
+from qkv.scores.distance import (
+    MAX_SQUARE,
+    SAFE_BANDWIDTHS,
+    affine_squared_distance,
+    squared_distance,
+    sum_differences,
+)
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
 
@@ -44,6 +59,14 @@ class Window(Score):
         """Return the affine form of −r²; `profile` turns r² into the score."""
         return affine_squared_distance(query, norm, self.width, 1.0) if self.is_radial else None
 
+    def adapt_to_keys(self, sample: Array) -> Score:
+        least, most = SAFE_BANDWIDTHS
+        if not self.is_radial or not least < self.width < most:
+            return self
+        if sample.shape[-1] < MIN_EXPANDED_COLUMNS:
+            return self
+        return CentredWindow(self.width, self, get_framework(sample).xp.mean(sample, axis=0))
+
     def profile(self, square: Array) -> Array:
         """Return the score at r²."""
         raise NotImplementedError(f"{type(self).__name__} does not define profile(square)")
@@ -66,6 +89,69 @@ class RankingWindow(Score):
 
     def numbers_per_pair(self, width: int) -> int:
         return self.window.numbers_per_pair(width)
+
+
+@dataclass(frozen=True)
+class CentredWindow(Window):
+    """A window for NumPy keys near a `centre` (d,), with ‖k − centre‖² as key terms.
+
+    r² is expanded to ‖q′‖² + ‖k′‖² − 2 q′·k + 2 q′·centre with x′ = x − centre. It is computed from
+    differences where the expanded square is not precise enough.
+    """
+
+    window: Any = None
+    centre: Array = 0.0
+
+    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+        needed: Array | None = self.window.needs_exact_square(square, error)
+        return needed
+
+    def profile(self, square: Array) -> Array:
+        return self.window.profile(square)
+
+    @property
+    def key_terms_signature(self) -> Any:
+        return self.centre.tobytes()
+
+    def key_terms(self, key: Array) -> Array | None:
+        """Return ‖k − centre‖² of each key; None if one is not finite."""
+        x = key - self.centre
+        square = np.sum(x * x, axis=-1)
+        return square if np.all(square < MAX_SQUARE) else None
+
+    def score_with_key_terms(self, query: Array, key: Array, terms: Array) -> Array:
+        square = self._expand_square(query, key, terms)
+        return self(query, key) if square is None else self.profile(square)
+
+    def _expand_square(self, query: Array, key: Array, terms: Array) -> Array | None:
+        """Return r² (n, c), or None if the expanded square is not precise enough."""
+        scale, centre = 1 / self.width**2, self.centre.astype(query.dtype, copy=False)
+        q = query - centre
+        norms = np.sum(q * q, axis=-1)
+        offsets = 2 * np.sqrt(norms) * math.sqrt(float(centre @ centre))
+        most = float(norms.max(initial=0)) + float(terms.max(initial=0))
+        if not most * scale <= MAX_EXPANDED_SQUARE:  # a comparison with NaN is false
+            return None
+        if (most + float(offsets.max(initial=0))) * scale <= MAX_EXPANDED_SQUARE:
+            products = get_framework(query).inner_products(q, key) - (q @ centre)[:, None]
+        else:
+            products, offsets = get_framework(query).inner_products(q, key - centre), 0 * offsets
+        total = norms[:, None] + terms
+        error = (total + offsets[:, None]) * (
+            scale * (query.shape[-1] + 8) * UNIT_BY_BYTES[query.dtype.itemsize]
+        )
+        total -= 2 * products
+        np.maximum(total, 0, out=total)
+        total *= scale
+        exact = self.needs_exact_square(total, error)
+        if exact is None:
+            return total
+        rows, cols = np.nonzero(exact)
+        if len(rows) > MAX_EXACT_SHARE * total.size:
+            return None
+        difference = query[rows] / self.width - key[cols] / self.width
+        total[rows, cols] = np.sum(difference * difference, axis=-1)
+        return total
 
 
 @suggest_keywords
