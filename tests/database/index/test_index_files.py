@@ -13,7 +13,8 @@ import pytest
 import qkv
 from qkv import scores
 from qkv.database.errors import StaleIndexWarning, StoreDamagedError
-from qkv.database.index import segment_index
+from qkv.database.index import row_index, segment_index
+from qkv.database.index.metric import IndexMetric
 from qkv.database.storage import check_store, limits
 from qkv.weightings import TopK
 
@@ -393,3 +394,40 @@ def test_killed_while_indexing(tmp_path, round_):
                 assert D[row.key] == row.value and answer.recall >= 0.9
         assert not [p for p in check_store(path) if p.file.startswith("segment")]
         assert check_store(path, repair=True) == [] or check_store(path) == []
+
+
+def test_segments_are_searched_together(tmp_path):
+    """One search covers the segments of one build, also for versions that have only some of them,
+    and where rows were deleted."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        D.ask(x[0], **OPTIONS)
+        (group,) = D._view.index_cache["distance"]._groups
+        assert len(group.parts) > 1 and None not in group.parts
+        version = D.version
+        matches_exact(D, x[:30])
+        D.remove([row["key"] for row in D.rows(count=700)][5:])
+        matches_exact(D, x[700:730])
+        matches_exact(D.at(version), x[:30])
+        first = D.ask(x[3], **OPTIONS).rows[0]
+        assert first.index == 3 and np.array_equal(first.key, np.float32(x[3]))
+        D.compact()
+        matches_exact(D, x[700:730])
+
+
+def test_a_version_without_some_segments(tmp_path):
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        version, more = D.version, make_keys(1500, 7)
+        D.add(more, 10_000 + np.arange(1500.0))
+        D.drop_index()
+        D.index(recall=0.9, score=SCORE)
+        D.ask(x[0], **OPTIONS)
+        matches_exact(D, more[:30])
+        (group,) = D._view.index_cache["distance"]._groups
+        old = row_index.RowIndex(D.at(version)._view, "distance")
+        assert old._groups[0].lists is group.lists and None in old._groups[0].parts
+        found = old.search(np.float32(more[:20]), 10**6, 40, IndexMetric("distance", 1.0))
+        assert found.positions.max() < len(x) and (found.positions >= 0).all()

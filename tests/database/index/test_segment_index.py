@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
-from qkv.database.index.segment_index import SegmentIndex, build_arrays, describe_arrays
+from qkv.database.index.segment_index import (
+    MergedLists,
+    SegmentIndex,
+    build_arrays,
+    describe_arrays,
+)
 from qkv.scores import Additive, Cosine, Dot, Gaussian, Laplace, ScaledDot
 from qkv.weightings import Softmax
 
@@ -71,7 +76,8 @@ def check_search(metric, x, arrays):
     q = metric.prepare_vectors(np.random.default_rng(1).normal(size=(5, WIDTH)))
     lists = np.tile(np.arange(index.list_count), (5, 1))
     near_lists = similarity(metric, q, index.mean)
-    rows, near = index.search(q, lists, near_lists, 40, None)
+    merged = MergedLists([index])
+    rows, near = merged.search(q, lists, near_lists, 40, None)
     exact = similarity(metric, q, x)
     np.testing.assert_allclose(near, np.take_along_axis(exact, rows, 1), atol=0.1)
     best = np.argsort(-exact, axis=1)[:, :10]
@@ -79,10 +85,10 @@ def check_search(metric, x, arrays):
     # Only allowed rows, and only rows of the lists.
     allowed = np.zeros(ROWS, bool)
     allowed[::7] = True
-    some, _ = index.search(q, lists, near_lists, ROWS, np.packbits(allowed, bitorder="little"))
+    some, _ = merged.search(q, lists, near_lists, ROWS, np.packbits(allowed, bitorder="little"))
     assert all(set(r[r >= 0]) == set(np.flatnonzero(allowed)) for r in some)
     lists[:, 1:] = -1
-    first, _ = index.search(q, lists, near_lists, ROWS, None)
+    first, _ = merged.search(q, lists, near_lists, ROWS, None)
     assert all(set(r[r >= 0]) == set(index.row_of_entry[: index.start[1]]) for r in first)
 
 
@@ -100,7 +106,7 @@ def test_few_rows_and_duplicates(rows):
         index = SegmentIndex(build(metric, x), describe_arrays(metric), rows, WIDTH)
         lists = np.arange(index.list_count)[None]
         near_lists = similarity(metric, x[:1], index.mean)
-        found, near = index.search(x[:1], lists, near_lists, rows, None)
+        found, near = MergedLists([index]).search(x[:1], lists, near_lists, rows, None)
         assert sorted(found[0]) == list(range(rows)) and np.isfinite(near).all()
 
 

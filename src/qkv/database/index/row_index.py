@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.database.errors import StoreDamagedError, reason
 from qkv.database.index.metric import IndexMetric, MetricName
-from qkv.database.index.segment_index import SegmentIndex
+from qkv.database.index.segment_index import MergedLists, SegmentIndex
 from qkv.database.storage.segments import SegmentEntry
 from qkv.database.storage.snapshot import SegmentPart, Snapshot
 from qkv.database.table.row_selection import RowSelection
@@ -20,6 +20,9 @@ from qkv.frameworks.stored_rows import RowChunk
 from qkv.util import caches
 from qkv.util.deadline import check_deadline
 from qkv.util.logging import log_warning
+
+MIN_USED_SHARE = 0.5
+"""Lists that were loaded stay in memory while a version uses this share of their rows."""
 
 MAX_SCORES_PER_SEARCH = 2**24
 """The most scores of lists in memory at a time, which limits the queries that search together."""
@@ -43,7 +46,7 @@ class FoundRows(NamedTuple):
 
 
 class _AllowedRows(NamedTuple):
-    """The rows that a search may return: their bits in each part (None: all), and `counts` (L,)."""
+    """The rows that a search may return: `bits` of each group (None: all), and `counts` (L,)."""
 
     bits: list[np.ndarray | None]
     counts: np.ndarray
@@ -69,12 +72,59 @@ class _IndexedPart(NamedTuple):
     live_count: int
     first_list: int
 
-    def to_positions(self, rows: np.ndarray, ranks: np.ndarray | None) -> np.ndarray:
-        """Return the positions among all rows for rows of the segment; −1 stays −1."""
-        offset, is_none = self.start - self.begin, rows < 0
-        if ranks is not None:
-            return np.asarray(np.where(is_none, -1, ranks[np.maximum(rows - self.begin, 0)]))
-        return np.asarray(rows if not offset else np.where(is_none, -1, rows + offset))
+
+class _IndexedGroup:
+    """Segments whose lists are searched together, as one version sees them.
+
+    `parts` are those of the segments of `lists`; None for a segment that the version does not have.
+    """
+
+    def __init__(self, lists: MergedLists, parts: list[_IndexedPart | None]) -> None:
+        self.lists, self.parts = lists, parts
+        self.present_parts = [part for part in parts if part is not None]
+        self.first_list = self.present_parts[0].first_list
+        starts = np.array([0 if part is None else part.start - part.begin for part in parts])
+        self._offsets = starts - lists.first_numbers
+        self._is_shifted = bool((self._offsets != self._offsets[0]).any())
+
+    @cached_property
+    def _position_of_row(self) -> np.ndarray | None:
+        """The position of each row by its number, or None if no row was deleted."""
+        if all(part.live is None for part in self.present_parts):
+            return None
+        numbers, segments = self.lists.first_numbers, self.lists.segments
+        positions = np.full(int(numbers[-1]) + segments[-1].rows, -1)
+        for part, first in zip(self.parts, numbers.tolist(), strict=True):
+            if part is not None:
+                live = np.ones(part.rows, bool) if part.live is None else part.live
+                begin = first + part.begin
+                positions[begin : begin + part.rows] = part.start + np.cumsum(live) - 1
+        return positions
+
+    def to_positions(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the positions among all rows for the numbers of rows; −1 stays −1."""
+        is_none, table = numbers < 0, self._position_of_row
+        if table is not None:
+            return np.asarray(np.where(is_none, -1, table[np.maximum(numbers, 0)]))
+        if not self._is_shifted:
+            offset = int(self._offsets[0])
+            return np.asarray(numbers if not offset else np.where(is_none, -1, numbers + offset))
+        part = self.lists.first_numbers.searchsorted(numbers, side="right") - 1
+        return np.asarray(np.where(is_none, -1, numbers + self._offsets[np.maximum(part, 0)]))
+
+    def pack_bits(self, masks: list[np.ndarray | None]) -> np.ndarray | None:
+        """Return the bits of the rows by their numbers, from the mask of each present part.
+
+        A mask is None if all rows are allowed; so is the result.
+        """
+        if len(masks) == len(self.parts) and all(mask is None for mask in masks):
+            return None
+        left, bits = iter(masks), []
+        for part, segment in zip(self.parts, self.lists.segments, strict=True):
+            mask = np.zeros(segment.rows, bool) if part is None else next(left)
+            mask = np.ones(segment.rows, bool) if mask is None else mask
+            bits.append(np.packbits(mask, bitorder="little"))
+        return np.concatenate(bits)
 
 
 class RowIndex:
@@ -89,19 +139,25 @@ class RowIndex:
         self.list_numbers = 0
         start = 0
         parts = view.snapshot.list_parts()
+        loaded = _load_indexes(view.snapshot, parts, metric, view._vector_widths[0])
+        groups: dict[MergedLists, list[_IndexedPart | None]] = {}
         for part in parts:
             live, rows = part.segment.live, len(part.segment.ids)
             count = rows if live is None else int(np.count_nonzero(live))
-            index = _find_index(view.snapshot, part, metric, view._vector_widths[0])
-            if index is None:
+            found = None if part.entry is None else loaded.get(part.entry.file)
+            if found is None:
                 unindexed.append(np.arange(start, start + count))
             else:
+                lists, number = found
+                index = lists.segments[number]
                 indexed = _IndexedPart(
                     index, part.begin, rows, live, start, count, self._number_lists(index)
                 )
                 self.parts.append(indexed)
+                groups.setdefault(lists, [None] * len(lists.segments))[number] = indexed
             start += count
-        _forget_other_indexes(view.snapshot, parts)
+        self._groups = [_IndexedGroup(*item) for item in groups.items()]
+        self.parts = [part for group in self._groups for part in group.present_parts]
         self.total = start
         built = self._sum_over_parts([part.segment_index.counts for part in self.parts])
         self._numbers = np.flatnonzero(built)
@@ -109,14 +165,6 @@ class RowIndex:
         self._built_counts, self.list_count = built[self._numbers], len(self._numbers)
         self.unindexed = np.concatenate([np.zeros(0, np.int64), *unindexed])
         self._allowed: tuple[RowSelection | None, _AllowedRows] | None = None
-
-    @cached_property
-    def _ranks(self) -> list[np.ndarray | None]:
-        """For each part the position of each row, or None if all are live."""
-        return [
-            None if part.live is None else (part.start + np.cumsum(part.live) - 1).astype(np.int64)
-            for part in self.parts
-        ]
 
     def _number_lists(self, index: SegmentIndex) -> int:
         """Return the first number of the lists of a segment."""
@@ -207,16 +255,16 @@ class RowIndex:
         closeness = similarity[at, nearest]
         numbers = nearest if self.list_count == self.list_numbers else self._numbers[nearest]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
-        for part, bits, ranks in zip(self.parts, allowed.bits, self._ranks, strict=True):
-            local = numbers
-            if is_read is not None or self.list_numbers > part.segment_index.list_count:
-                local = numbers - part.first_list
-                is_inside = (local >= 0) & (local < part.segment_index.list_count)
+        for group, bits in zip(self._groups, allowed.bits, strict=True):
+            local, lists_of_group = numbers, group.lists.list_count
+            if is_read is not None or self.list_numbers > lists_of_group:
+                local = numbers - group.first_list
+                is_inside = (local >= 0) & (local < lists_of_group)
                 local = np.where(is_inside if is_read is None else is_inside & is_read, local, -1)
-            size = min(count, part.segment_index.rows)
-            rows, nearness = part.segment_index.search(queries, local, closeness, size, bits)
+            size = min(count, group.lists.rows)
+            rows, nearness = group.lists.search(queries, local, closeness, size, bits)
             nearness[rows < 0] = -np.inf
-            parts.append((part.to_positions(rows, ranks), nearness))
+            parts.append((group.to_positions(rows), nearness))
         positions, nearness = parts[0]
         if len(parts) > 1:
             positions, nearness = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
@@ -313,13 +361,14 @@ class RowIndex:
             selection = None
         cached = self._allowed
         if cached is None or cached[0] is not selection:
-            rows = [_find_allowed_rows_of_part(part, selection) for part in self.parts]
             counts, bits = [], list[np.ndarray | None]()
-            for part, allowed in zip(self.parts, rows, strict=True):
-                index = part.segment_index
-                counts.append(index.counts if allowed is None else index.count_rows(allowed))
-                packed = None if allowed is None else np.packbits(allowed, bitorder="little")
-                bits.append(packed)
+            for group in self._groups:
+                parts = group.present_parts
+                masks = [_find_allowed_rows_of_part(part, selection) for part in parts]
+                bits.append(group.pack_bits(masks))
+                for part, mask in zip(parts, masks, strict=True):
+                    index = part.segment_index
+                    counts.append(index.counts if mask is None else index.count_rows(mask))
             total = self._sum_over_parts(counts)[self._numbers]
             self._allowed = cached = selection, _AllowedRows(bits, total)
         return cached[1]
@@ -370,33 +419,41 @@ def _find_allowed_rows_of_part(
     return allowed
 
 
-_INDEXES_BY_STORE: WeakKeyDictionary[Any, dict[tuple[str, str], SegmentIndex]] = WeakKeyDictionary()
+_INDEXES_BY_STORE: WeakKeyDictionary[Any, list[tuple[MergedLists, list[str]]]] = WeakKeyDictionary()
+"""For each store the loaded indexes, with the files of their segments."""
+
 caches.register("database.segment_indexes", _INDEXES_BY_STORE)
 
 
-def _find_index(
-    snapshot: Snapshot, part: SegmentPart, metric: MetricName, width: int
-) -> SegmentIndex | None:
-    """Return the index of a part's segment for a metric, or None if there is no valid one."""
-    entry = part.entry
-    if entry is None:
-        return None
-    loaded = _INDEXES_BY_STORE.setdefault(snapshot.store_identity, {})
-    identity = entry.file, metric
-    index = loaded.get(identity)
-    if index is None:
-        index = _load_index(snapshot, entry, metric, width)
+def _load_indexes(
+    snapshot: Snapshot, parts: list[SegmentPart], metric: MetricName, width: int
+) -> dict[str, tuple[MergedLists, int]]:
+    """Return for each segment with a valid index its lists, and its number among their segments.
+
+    Loaded indexes of which a version uses less than half are forgotten.
+    """
+    entries = {part.entry.file: part.entry for part in parts if part.entry is not None}
+    loaded, merged = list[tuple[MergedLists, list[str]]](), dict[str, tuple[MergedLists, int]]()
+    for lists, files in _INDEXES_BY_STORE.get(snapshot.store_identity, []):
+        rows = sum(x.rows for x, file in zip(lists.segments, files, strict=True) if file in entries)
+        if rows >= MIN_USED_SHARE * lists.rows:
+            loaded.append((lists, files))
+            if lists.metric == metric:
+                merged |= {file: (lists, i) for i, file in enumerate(files)}
+    groups: list[list[tuple[str, SegmentIndex]]] = []
+    for file, entry in entries.items():
+        index = None if file in merged else _load_index(snapshot, entry, metric, width)
         if index is not None:
-            loaded[identity] = index
-    return index
-
-
-def _forget_other_indexes(snapshot: Snapshot, parts: list[SegmentPart]) -> None:
-    """Forget the loaded indexes of segments that are not among these parts."""
-    current = {part.entry.file for part in parts if part.entry is not None}
-    loaded = _INDEXES_BY_STORE.get(snapshot.store_identity, {})
-    for identity in [x for x in list(loaded) if x[0] not in current]:
-        loaded.pop(identity, None)
+            same = next((group for group in groups if index.has_same_codes(group[0][1])), None)
+            if same is None:
+                groups.append(same := [])
+            same.append((file, index))
+    for group in groups:
+        files, lists = [file for file, _ in group], MergedLists([index for _, index in group])
+        loaded.append((lists, files))
+        merged |= {file: (lists, i) for i, file in enumerate(files)}
+    _INDEXES_BY_STORE[snapshot.store_identity] = loaded
+    return merged
 
 
 def forget_indexes(snapshot: Snapshot) -> None:

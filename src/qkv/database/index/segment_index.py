@@ -6,8 +6,9 @@ checked before FAISS gets them: a store may come from somebody else, and FAISS t
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,9 @@ are float16. A few rows far from all others make the steps of 8-bit codes large.
 
 MAX_FLOAT16 = 6e4
 
+BOUNDS_MARGIN = 0.25
+"""The bounds of the codes extend those of the sampled rows on each side by this share."""
+
 ReadVectors = Callable[[int, int], np.ndarray]
 """Returns the prepared vectors of the rows start … stop − 1, float32."""
 
@@ -55,11 +59,12 @@ class Centres(NamedTuple):
     """The lists of some segments: a row belongs to the nearest of the `directions` (L, d).
 
     `means` (L, d) are the means of the sampled rows of each list. For "cosine", the directions are
-    the means with the length one.
+    the means with the length one. `bounds` (2, d) are low and range of each column of k − mean.
     """
 
     directions: np.ndarray
     means: np.ndarray
+    bounds: np.ndarray
 
 
 def train_centres(sample: np.ndarray, rows: int, metric: IndexMetric) -> Centres:
@@ -84,7 +89,12 @@ def train_centres(sample: np.ndarray, rows: int, metric: IndexMetric) -> Centres
     first = np.cumsum(counts) - counts
     total = np.add.reduceat(sample[order], first, axis=0, dtype=float)
     means = (total / counts[:, None]).astype(np.float32)
-    return Centres(clusters.centroids[present], means)
+    low, high = _new_bounds(width)
+    for _, residual in _iterate_residuals(sample, nearest, means):
+        _extend_bounds(low, high, residual)
+    margin = BOUNDS_MARGIN * (high - low)
+    bounds = _to_low_and_range(low - margin, high + margin)
+    return Centres(clusters.centroids[present], means, bounds)
 
 
 def count_lists(rows: int) -> int:
@@ -120,7 +130,8 @@ def build_arrays(
     - `start` (L + 1,): where each list begins in `row` and `code`
     - `row` (m,): the row in the segment, list by list
     - `code` (m, d): k − mean as float16, or in 8 bits, ⌊(k − mean − low) / range · 255⌋
-    - `bounds` (2, d): low and range of each column of k − mean
+    - `bounds` (2, d): low and range of each column of k − mean; those of the centres if all rows
+      are within them, so that segments can be searched together
     """
     if centres is None:
         sample = read_sample(read_vectors, rows, count_lists(rows) * TRAINING_ROWS_PER_LIST)
@@ -130,7 +141,10 @@ def build_arrays(
     directions, mean = _index_directions(centres.directions, metric), centres.means
     lists, width = mean.shape
     list_of_row, squares = np.empty(rows, np.int64), np.zeros(lists)
-    low, high = np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32)
+    low, high = _new_bounds(width)
+    # Most rows are within the bounds of the sampled ones, so their codes need no second pass.
+    bounds, code = centres.bounds, np.empty((rows, width), np.uint8)
+    encode = _make_8_bit_encoder(bounds)
     for start in range(0, rows, ROWS_PER_BLOCK):
         check_deadline()
         block = read_vectors(start, min(start + ROWS_PER_BLOCK, rows))
@@ -141,33 +155,31 @@ def build_arrays(
         for at, residual in _iterate_residuals(block, nearest, mean):
             lengths = np.einsum("ij,ij->i", residual, residual)
             squares += np.bincount(nearest[at], lengths, minlength=lists)
-            np.minimum(low, residual.min(axis=0), out=low)
-            np.maximum(high, residual.max(axis=0), out=high)
+            _extend_bounds(low, high, residual)
+            code[start : start + len(block)][at] = encode(residual)
         report_rows(len(block))
-    row = np.argsort(list_of_row, kind="stable")
-    counts = np.bincount(list_of_row, minlength=lists)
-    place = np.empty(rows, np.int64)
-    place[row] = np.arange(rows)
-    size = np.where(high > low, high - low, 1).astype(np.float32)
-    if not np.isfinite(size).all() or not np.isfinite(squares).all():
+    if not np.isfinite(low + high).all() or not np.isfinite(squares).all():
         return None
-    is_8_bit = _is_8_bit_precise(size, float(squares.sum()) / width / rows)
+    is_within = (low >= bounds[0]).all() and (high <= bounds[0] + bounds[1]).all()
+    bounds = bounds if is_within else _to_low_and_range(low, high)
+    is_8_bit = _is_8_bit_precise(bounds[1], float(squares.sum()) / width / rows)
     is_8_bit |= max(np.abs(low).max(), np.abs(high).max()) > MAX_FLOAT16
-    bounds = np.stack([low, size])
-    code = np.empty((rows, width), np.uint8 if is_8_bit else np.float16)
-    encode = _make_8_bit_encoder(bounds) if is_8_bit else np.asarray
-    for start in range(0, rows, ROWS_PER_BLOCK):
-        check_deadline()
-        stop = min(start + ROWS_PER_BLOCK, rows)
-        block, nearest = read_vectors(start, stop), list_of_row[start:stop]
-        for at, residual in _iterate_residuals(block, nearest, mean):
-            code[place[start:stop][at]] = encode(residual)
+    if not (is_8_bit and is_within):
+        code = np.empty((rows, width), np.uint8 if is_8_bit else np.float16)
+        encode = _make_8_bit_encoder(bounds) if is_8_bit else np.asarray
+        for start in range(0, rows, ROWS_PER_BLOCK):
+            check_deadline()
+            stop = min(start + ROWS_PER_BLOCK, rows)
+            block = read_vectors(start, stop)
+            for at, residual in _iterate_residuals(block, list_of_row[start:stop], mean):
+                code[start:stop][at] = encode(residual)
+    row, counts = np.argsort(list_of_row, kind="stable"), np.bincount(list_of_row, minlength=lists)
     return {
         "mean": mean,
         "spread": (squares / np.maximum(counts, 1) / width).astype(np.float32),
         "start": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         "row": row.astype(np.uint32),
-        "code": code,
+        "code": code[row],
         "bounds": bounds,
     }
 
@@ -179,6 +191,20 @@ def _iterate_residuals(
     for start in range(0, len(block), ROWS_PER_STEP):
         at = slice(start, start + ROWS_PER_STEP)
         yield at, block[at] - mean[nearest[at]]
+
+
+def _new_bounds(width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the smallest and the largest numbers of no vectors, (d,) each."""
+    return np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32)
+
+
+def _extend_bounds(low: np.ndarray, high: np.ndarray, vectors: np.ndarray) -> None:
+    np.minimum(low, vectors.min(axis=0), out=low)
+    np.maximum(high, vectors.max(axis=0), out=high)
+
+
+def _to_low_and_range(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return np.stack([low, np.where(high > low, high - low, 1)]).astype(np.float32)
 
 
 def _make_8_bit_encoder(bounds: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -198,7 +224,8 @@ def describe_arrays(metric: IndexMetric) -> dict[str, str]:
 class SegmentIndex:
     """The index of a segment with `rows` rows. The constructor checks all arrays.
 
-    It raises `ValueError` for arrays that `build_arrays` cannot have returned.
+    It raises `ValueError` for arrays that `build_arrays` cannot have returned. `code` is None after
+    the codes were loaded for the search.
     """
 
     def __init__(
@@ -213,9 +240,9 @@ class SegmentIndex:
         self.mean, self.spread = arrays["mean"], arrays["spread"]
         self.start = arrays["start"]
         self.counts = np.diff(self.start)
-        self.row_of_entry = arrays["row"]
-        self._faiss = load_faiss()
-        self._lists = self._load_lists(arrays)
+        self.row_of_entry, self.bounds = arrays["row"], arrays["bounds"]
+        self.code: np.ndarray | None = arrays["code"]
+        self.is_8_bit = self.code.dtype == np.uint8
 
     @property
     def list_count(self) -> int:
@@ -224,37 +251,66 @@ class SegmentIndex:
     def has_same_means(self, other: SegmentIndex) -> bool:
         return np.array_equal(self.mean, other.mean)
 
+    def has_same_codes(self, other: SegmentIndex) -> bool:
+        """Return whether the codes of both have the same meaning."""
+        return (
+            self.is_8_bit == other.is_8_bit
+            and self.has_same_means(other)
+            and (not self.is_8_bit or np.array_equal(self.bounds, other.bounds))
+        )
+
     def count_rows(self, is_counted: np.ndarray) -> np.ndarray:
         """Return the number of marked rows in each list, (L,), for marks (m,) of all rows."""
         total = np.concatenate([[0], np.cumsum(is_counted[self.row_of_entry])])
         return np.asarray(total[self.start[1:]] - total[self.start[:-1]])
 
-    def _load_lists(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Return the lists as an index of FAISS, in which the id of an entry is its row."""
+
+class MergedLists:
+    """The lists of some segments with the same means and codes, which are searched together.
+
+    The number of a row is its row in the segment, plus the segment's number in `first_numbers`,
+    which is a multiple of 8. The codes of the segments are moved into the lists.
+    """
+
+    def __init__(self, segments: Sequence[SegmentIndex]) -> None:
+        self.segments, first = segments, segments[0]
+        sizes = [-(-x.rows // 8) * 8 for x in segments]
+        self.first_numbers = np.cumsum([0, *sizes[:-1]])
+        self.rows = sum(x.rows for x in segments)
+        self.metric, self.list_count = first.metric, first.list_count
+        self._faiss = load_faiss()
+        self._lists = self._load_lists(first)
+        self._parameters: tuple[np.ndarray | None, int, Any] | None = None
+
+    def _load_lists(self, first: SegmentIndex) -> Any:
+        """Return the lists as an index of FAISS, in which the id of an entry is its number."""
         faiss = self._faiss
-        is_8_bit = arrays["code"].dtype == np.uint8
         kind = faiss.METRIC_L2 if self.metric == "distance" else faiss.METRIC_INNER_PRODUCT
         lists = faiss.IndexIVFScalarQuantizer(
-            faiss.IndexFlat(self.width, kind),
-            self.width,
-            self.list_count,
-            faiss.ScalarQuantizer.QT_8bit if is_8_bit else faiss.ScalarQuantizer.QT_fp16,
+            faiss.IndexFlat(first.width, kind),
+            first.width,
+            first.list_count,
+            faiss.ScalarQuantizer.QT_8bit if first.is_8_bit else faiss.ScalarQuantizer.QT_fp16,
             kind,
             True,
         )
-        lists.quantizer.add(np.ascontiguousarray(self.mean))
-        if is_8_bit:
-            bounds = np.ascontiguousarray(arrays["bounds"], np.float32)
+        lists.quantizer.add(np.ascontiguousarray(first.mean))
+        if first.is_8_bit:
+            bounds = np.ascontiguousarray(first.bounds, np.float32)
             faiss.copy_array_to_vector(bounds.reshape(-1), lists.sq.trained)
         lists.is_trained = True
-        rows = self.row_of_entry.astype(np.int64)
-        codes = np.ascontiguousarray(arrays["code"]).view(np.uint8)
-        for i, (begin, end) in enumerate(zip(self.start[:-1], self.start[1:], strict=True)):
-            if end > begin:
-                part, part_codes = rows[begin:end], codes[begin:end]
-                lists.invlists.add_entries(
-                    i, len(part), faiss.swig_ptr(part), faiss.swig_ptr(part_codes)
-                )
+        for segment, number in zip(self.segments, self.first_numbers.tolist(), strict=True):
+            assert segment.code is not None
+            numbers = segment.row_of_entry.astype(np.int64) + number
+            codes = np.ascontiguousarray(segment.code).view(np.uint8)
+            ends = segment.start.tolist()
+            for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+                if end > begin:
+                    part, part_codes = numbers[begin:end], codes[begin:end]
+                    lists.invlists.add_entries(
+                        i, len(part), faiss.swig_ptr(part), faiss.swig_ptr(part_codes)
+                    )
+            segment.code = None
         lists.ntotal = self.rows
         return lists
 
@@ -266,23 +322,18 @@ class SegmentIndex:
         count: int,
         allowed: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` nearest rows in some lists, and their similarities, both (n, count).
+        """Return the numbers of the `count` nearest rows in some lists, and their similarities.
 
-        `lists` (n, p) are the lists to read; −1 is none. `list_similarity` (n, p) are the
-        similarities of the queries to the means of these lists. `allowed` are the bits of the rows
-        that may be returned, or None. The row −1 fills up what was not found.
+        Both are (n, count). `lists` (n, p) are the lists to read; −1 is none. `list_similarity`
+        (n, p) are the similarities of the queries to the means of these lists. `allowed` are the
+        bits of the rows that may be returned, or None. The number −1 fills up what was not found.
         """
-        faiss, swig_ptr = self._faiss, self._faiss.swig_ptr
+        swig_ptr = self._faiss.swig_ptr
         queries = np.ascontiguousarray(queries, np.float32)
         lists = np.ascontiguousarray(lists, np.int64)
         similarity = np.empty((len(queries), count), np.float32)
-        rows = np.empty((len(queries), count), np.int64)
+        numbers = np.empty((len(queries), count), np.int64)
         nearness = np.ascontiguousarray(list_similarity, np.float32)
-        if allowed is None:
-            parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1])
-        else:
-            selector = faiss.IDSelectorBitmap(len(allowed), swig_ptr(allowed))
-            parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1], sel=selector)
         # The wrapper of this method in Python takes no parameters.
         self._lists.search_preassigned_c(
             len(queries),
@@ -291,13 +342,26 @@ class SegmentIndex:
             swig_ptr(lists),
             swig_ptr(nearness),
             swig_ptr(similarity),
-            swig_ptr(rows),
+            swig_ptr(numbers),
             False,
-            parameters,
+            self._make_parameters(allowed, lists.shape[1]),
         )
         if self.metric == "distance":
             similarity *= np.float32(-0.5)
-        return rows, similarity
+        return numbers, similarity
+
+    def _make_parameters(self, allowed: np.ndarray | None, lists: int) -> Any:
+        """Return the parameters of a search. Those of the last search are cached."""
+        cached, faiss = self._parameters, self._faiss
+        if cached is not None and cached[0] is allowed and cached[1] == lists:
+            return cached[2]
+        if allowed is None:
+            parameters = faiss.SearchParametersIVF(nprobe=lists)
+        else:
+            selector = faiss.IDSelectorBitmap(len(allowed), faiss.swig_ptr(allowed))
+            parameters = faiss.SearchParametersIVF(nprobe=lists, sel=selector)
+        self._parameters = allowed, lists, parameters
+        return parameters
 
 
 def read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:

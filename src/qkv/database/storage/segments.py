@@ -274,7 +274,8 @@ class Segment:
 
         Reading the missing pages would kill the process.
         """
-        if self._memory is not None and self.is_truncated:
+        memory = self._memory
+        if memory is not None and memory.size() < len(memory):
             raise self.damaged_error("it was truncated while it was open")
 
     def damaged_error(self, what: str) -> StoreDamagedError:

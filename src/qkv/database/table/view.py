@@ -638,15 +638,21 @@ class TableView:
             parts[0].check_not_truncated()
             at = positions if live_rows[0] is None else live_rows[0][positions]
             return np.asarray(parts[0].tensors[name][at])
-        part_of_row = np.searchsorted(starts, positions, side="right") - 1
-        first = parts[0].tensors[name]
-        out = np.empty((*positions.shape, *first.shape[1:]), first.dtype)
-        for i in np.unique(part_of_row).tolist():
-            here, live = part_of_row == i, live_rows[i]
-            parts[i].check_not_truncated()
-            at = positions[here] - starts[i]
-            out[here] = parts[i].tensors[name][at if live is None else live[at]]
-        return out
+        flat, first = positions.reshape(-1), parts[0].tensors[name]
+        out = np.empty((len(flat), *first.shape[1:]), first.dtype)
+        is_ascending = bool((flat[1:] >= flat[:-1]).all())
+        order = None if is_ascending else flat.argsort(kind="stable")
+        ascending = flat if order is None else flat[order]
+        cuts = ascending.searchsorted(starts).tolist()
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            if begin == end:
+                continue
+            part, live = parts[i], live_rows[i]
+            part.check_not_truncated()
+            at = ascending[begin:end] - starts[i]
+            rows = part.tensors[name][at if live is None else live[at]]
+            out[slice(begin, end) if order is None else order[begin:end]] = rows
+        return out.reshape(*positions.shape, *first.shape[1:])
 
     def read_key_vectors_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the vectors of the keys at some positions in any order, (…, width)."""

@@ -16,6 +16,7 @@ from qkv.weightings import Softmax, TopK, Weighting
 MAX_GATHERED_FLOATS = 2**18
 """The number of key elements that are gathered and scored at a time, so that they stay cached."""
 
+SOFTMAX = Softmax()
 MAX_SORTED_SCORES = 512
 """Up to this number of scores, sorting all is faster than a search for the best ones."""
 
@@ -139,9 +140,7 @@ def _compute_weights(
             order = load_framework("numpy").stable_topk(scores, k)[1]
         row = np.arange(len(scores))[:, None]
         some = scores[row, order]
-        few, lse = Softmax().weights_and_lse(
-            some, None if live is None else live[row, order], order
-        )
+        few, lse = SOFTMAX.weights_and_lse(some, None if live is None else live[row, order], order)
         alpha = np.zeros_like(scores)
         alpha[row, order] = few
         return alpha, lse
