@@ -15,6 +15,9 @@ from qkv.util.deadline import check_deadline
 from qkv.util.progress import progress_bar
 from qkv.util.types import Array, Arrays, MergeFunction, PartialStateFunction, Shape, Span
 
+SAMPLED_ROWS = 512
+"""The number of rows from which a score adapts to the keys."""
+
 MAX_FLOATS_PER_SPAN = 2**18
 """Key elements that are converted to floats at a time, so that they stay in the CPU cache."""
 
@@ -73,6 +76,10 @@ class RowChunk(NamedTuple):
         value = None if self.value is None else self.value[at]
         live, scale = (None if x is None else x[at] for x in (self.live, self.scale))
         return RowChunk(self.key[at], value, live, scale, quantized, self.check_readable)
+
+    def sample_keys(self) -> np.ndarray:
+        """Return the vectors of the first keys, from which a score adapts to the keys."""
+        return self.slice_rows(slice(0, SAMPLED_ROWS)).live_vectors()
 
     def live_keys_and_scale(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the stored keys of the live rows, and their scale (None: 1)."""
@@ -141,12 +148,14 @@ def select_from_chunks(chunks: Iterable[RowChunk], positions: np.ndarray) -> Ite
 class KeyTermsCache(NamedTuple):
     """The key terms (m,) of the rows of a table, by score and dtype.
 
-    `positions` are those of the rows that are read, or None for all rows.
+    `positions` are those of the rows that are read, or None for all rows. `read_sample` returns the
+    key vectors of the first rows of the table, whichever rows are read.
     """
 
     arrays: dict[Any, np.ndarray]
     total: int
     positions: np.ndarray | None = None
+    read_sample: Callable[[], np.ndarray] | None = None
 
     def rows_of(self, span: RowSpan) -> slice | np.ndarray:
         """Return where the rows of a span are in the arrays."""

@@ -21,3 +21,21 @@ def test_rows_are_ranked_by_the_size_of_their_weight_and_then_by_their_place(top
     want = np.argsort(-np.abs(weights), kind="stable")[:top]
     assert [row.index for row in actual.rows] == want.tolist()
     np.testing.assert_allclose([row.weight for row in actual.rows], weights[want])
+
+
+def test_a_filter_reuses_the_squares_of_the_keys():
+    """Each filter took another mean key, for which the squares of all keys were computed again."""
+    rng = np.random.default_rng(0)
+    key, value, part = rng.normal(size=(3000, 8)), rng.normal(size=3000), np.arange(3000) % 10
+    columns = {"key": list(key), "value": value, "part": part}
+    D = qkv.Database.from_columns(columns, key="key", value="value")
+    options = {"score": qkv.scores.Gaussian(2.0), "weighting": "softmax"}
+    whole = D.ask(key[5], **options).weights
+    before = dict(D._view._key_terms_cache[False])
+    for most in (2, 5, 9):
+        kept = part < most
+        got = D.ask(key[5], where=f"part < {most}", **options).weights
+        np.testing.assert_allclose(got, np.where(kept, whole, 0) / whole[kept].sum(), atol=1e-6)
+    after = D._view._key_terms_cache[False]
+    assert {x: id(y) for x, y in after.items()} == {x: id(y) for x, y in before.items()}
+    np.testing.assert_array_equal(D.ask(key[5], **options).weights, whole)

@@ -596,7 +596,12 @@ class TableView:
             wide,
             selection.read_mask,
             self._is_memory_scarce,
-            KeyTermsCache(terms_by_identity, len(self.ids), positions),
+            KeyTermsCache(
+                terms_by_identity,
+                len(self.ids),
+                positions,
+                (lambda: self._key_sample) if sparse_positions is None else None,
+            ),
             self._bounds_cache if positions is None else None,
             prefetch_chunks=read_segments,
         )
@@ -669,6 +674,13 @@ class TableView:
     def key_terms_cache(self) -> KeyTermsCache:
         """Return the cached key terms of all rows."""
         return KeyTermsCache(self._key_terms_cache[False], len(self.ids))
+
+    @cached_property
+    def _key_sample(self) -> np.ndarray:
+        """The vectors of the first keys, from which a score adapts to the keys."""
+        first = next(iter(self._read_segments()))
+        scale = first.tensors.get("scale")
+        return RowChunk(first.tensors["code"], live=first.live, scale=scale).sample_keys()
 
     @cached_property
     def _located_parts(self) -> tuple[np.ndarray, list[Segment], list[np.ndarray | None]]:

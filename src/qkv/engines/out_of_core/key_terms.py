@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 
 from qkv.frameworks.ragged import DenseAndSparse
-from qkv.frameworks.stored_rows import KeyTermsCache, RowSpan, StoredRows
+from qkv.frameworks.stored_rows import SAMPLED_ROWS, KeyTermsCache, RowSpan, StoredRows
 from qkv.scores import Score
-
-SAMPLED_ROWS = 512
-"""The number of rows from which a score adapts to the keys."""
 
 UNUSABLE = np.inf
 """Marks rows whose block has no usable terms; NaN marks rows without computed terms."""
@@ -24,10 +21,15 @@ def adapt_score(rows: StoredRows, score: Score, dtype: Any) -> Score:
     """
     if type(score).adapt_to_keys is Score.adapt_to_keys or rows.shape[0] <= SAMPLED_ROWS:
         return score
-    first = rows.first_chunk()
-    if first is None or isinstance(first.key, DenseAndSparse):
-        return score
-    sample = first.slice_rows(slice(0, SAMPLED_ROWS)).live_vectors()
+    # The same sample for each filter: terms of keys around another mean could not be reused.
+    read_sample = rows.key_terms_cache.read_sample
+    if read_sample is not None:
+        sample = read_sample()
+    else:
+        first = rows.first_chunk()
+        if first is None or isinstance(first.key, DenseAndSparse):
+            return score
+        sample = first.sample_keys()
     return score.adapt_to_keys(sample.astype(dtype, copy=False)) if len(sample) else score
 
 
