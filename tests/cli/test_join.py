@@ -54,6 +54,20 @@ def test_the_key_of_left_is_looked_up_in_the_column_of_its_name(
     assert data("join", orders, known, "-r", "code")["rows"][0]["weight_right"] < 0.9
 
 
+def test_a_note_names_the_chosen_columns_if_their_names_differ(
+    orders: Path, prices: Path, tmp_path: Path
+) -> None:
+    readings = tmp_path / "readings.csv"
+    readings.write_text("time,site\n2024-05-03 07:00,A\n2024-05-03 08:00,B\n")
+    note = "Column item is matched with site; --left-key and --right-key choose others"
+    assert note in qkv("join", orders, readings).stderr
+    for ended in (
+        qkv("join", orders, prices),
+        qkv("join", orders, readings, "-l", "item", "-r", "site"),
+    ):
+        assert "is matched with" not in ended.stderr
+
+
 def test_other_columns_several_matches_and_a_lowest_weight(orders: Path, tmp_path: Path) -> None:
     known = tmp_path / "known.csv"
     known.write_text("code,name,weight\nA,cheese,10\nB,bread,20\n")

@@ -59,7 +59,8 @@ def join(
 
     Each row of LEFT is joined with the row of RIGHT whose key is most similar. Typos are tolerated.
     By default the key is the first text column of each table; in RIGHT it is the column with the
-    name of LEFT's key, if there is one. --where selects rows of RIGHT.
+    name of LEFT's key, if there is one. A note says which columns were chosen if their names
+    differ. --where selects rows of RIGHT.
     Without --output, print the first 20 rows.
     """
     from qkv.database.export.files import write_file
@@ -72,6 +73,8 @@ def join(
         _open_left(left, left_key) as left_input,
         _open_right(right, right_key, left_input.key, encoder) as right_database,
     ):
+        if not (left_key and right_key) and not (is_store(left) or is_store(right)):
+            _note_different_keys(left_input.key, right_database.info()["key"])
         condition = arguments.join_conditions(where, right_database.columns) if where else None
         query_options = build_query_options(right, score, weighting, top)
         names = joined_columns(left_input.columns, right_database.columns, top)
@@ -166,6 +169,15 @@ def _open_right(
         right = Database.from_columns(columns, key=same, encoder=encoder, progress=progress)
     with close_after(right):
         yield right
+
+
+def _note_different_keys(left_key: Sequence[str], right_key: Sequence[str]) -> None:
+    """Say which columns are matched if they were chosen automatically and have other names."""
+    if list(left_key) != list(right_key):
+        terminal.print_note(
+            f"Column {', '.join(left_key)} is matched with {', '.join(right_key)}; "
+            "--left-key and --right-key choose others"
+        )
 
 
 def _check_columns(key: list[str], columns: list[str]) -> None:

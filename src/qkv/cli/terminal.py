@@ -93,13 +93,15 @@ def format_with_spread(value: float, spread: float) -> str:
     >>> (
     ...     format_with_spread(74.7813, 4.92642),
     ...     format_with_spread(0.01234, 0.00031),
-    ...     format_with_spread(5.0, 0.0),
+    ...     format_with_spread(5.0, 4e-154),
     ...     format_with_spread(-2e300, 1e308),
     ... )
     ('74.8 ± 4.9', '0.01234 ± 0.00031', '5 ± 0', '-2e+300 ± 1e+308')
     """
     if math.isnan(spread):  # some values are infinite
         return format_cell(value)
+    if spread < abs(value) * sys.float_info.epsilon:
+        spread = 0.0  # the mean has no digits that it could change
     if not 1e-15 < spread < 1e15 or abs(value) > 1e9 * spread:
         return f"{format_cell(value)} ± {format_cell(spread)}"
     digits = max(1 - math.floor(math.log10(spread)), 0)
