@@ -14,7 +14,7 @@ from functools import partial
 from operator import is_
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
     from qkv.answer import Answer
     from qkv.database.encoders import Encoder, EncoderLike
+    from qkv.database.index.background import IndexBuild
     from qkv.database.index.calibration import IndexReport
     from qkv.database.index.metric import IndexMetric
     from qkv.database.learn import LearnReport
@@ -150,6 +151,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         self._cached_view: TableView | None = None
         self._cached_executor: tuple[tuple[Any, ...], QueryExecutor] | None = None
         self._frame_library: str | None = None
+        self._index_build: IndexBuild | None = None
 
     @classmethod
     def _from_store(cls, store: Store, **options: Any) -> Self:
@@ -271,6 +273,8 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         return self._store.versions()
 
     def close(self) -> None:
+        if self._index_build is not None:
+            self._index_build.cancel()
         if self._pinned_version is None:
             self._store.close()
 
@@ -789,7 +793,8 @@ class Database(ReadableDatabase[K, V]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickle contains the rows of a database in memory, else the path. It has no view.
-        return {**vars(self), "_cached_view": None, "_cached_executor": None}
+        cached = {"_cached_view": None, "_cached_executor": None, "_index_build": None}
+        return vars(self) | cached
 
     # Constructors
 
@@ -1349,6 +1354,7 @@ class Database(ReadableDatabase[K, V]):
             self._store.commit(settings=settings, what="calibrate")
         return calibration
 
+    @overload
     def index(
         self,
         kind: str = "auto",
@@ -1357,8 +1363,30 @@ class Database(ReadableDatabase[K, V]):
         score: ScoreLike | None = None,
         queries: Any = None,
         progress: ProgressCallback | None = None,
-        **other: Never,
-    ) -> IndexReport:
+        background: Literal[False] = False,
+    ) -> IndexReport: ...
+    @overload
+    def index(
+        self,
+        kind: str = "auto",
+        recall: float = 0.95,
+        *,
+        score: ScoreLike | None = None,
+        queries: Any = None,
+        progress: ProgressCallback | None = None,
+        background: Literal[True],
+    ) -> IndexBuild: ...
+    def index(
+        self,
+        kind: str = "auto",
+        recall: float = 0.95,
+        *,
+        score: ScoreLike | None = None,
+        queries: Any = None,
+        progress: ProgressCallback | None = None,
+        background: bool = False,
+        **other: Any,
+    ) -> Any:
         """Build the index that answers with `approximate` use; return what it achieves.
 
         The index finds at least the share `recall` of the ten best rows. This is measured on keys
@@ -1368,6 +1396,10 @@ class Database(ReadableDatabase[K, V]):
         Each segment has its own index, in a file beside it. Rows that are added later are scanned
         until `index` is called again, which only adds what is missing. Ctrl-C keeps the finished
         segments. Needs the extra `index`.
+
+        With `background=True`, a thread builds the index, and the result is an `IndexBuild` with
+        `wait()`, `cancel()` and `is_done`. Until it is finished, answers are exact or use the index
+        that exists already.
 
         >>> import numpy as np
         >>> D = Database(np.random.default_rng(0).normal(size=(20000, 8)), np.arange(20000.0))
@@ -1382,9 +1414,20 @@ class Database(ReadableDatabase[K, V]):
         validate_callables(progress=progress)
         build.check_arguments(kind, recall)
         self._check_writable()
+        if self._index_build is not None and not self._index_build.is_done:
+            raise CombinationError(
+                "index: an index is being built in the background: wait() for it or cancel() it"
+            )
         view = self._nonempty_view()
         metric = build.choose_metric(view, score)
-        return self._build_index(metric, recall, build.encode_held_out(view, queries), progress)
+        build.load_faiss()
+        arguments = metric, recall, build.encode_held_out(view, queries)
+        if not background:
+            return self._build_index(*arguments, progress)
+        from qkv.database.index.background import IndexBuild
+
+        self._index_build = IndexBuild(partial(self._build_index, *arguments), progress)
+        return self._index_build
 
     def _build_index(
         self,
@@ -1398,11 +1441,11 @@ class Database(ReadableDatabase[K, V]):
 
         # Other threads may write meanwhile: the index belongs to segments, which never change.
         build.build_segments(self._store, self._nonempty_view(), metric, progress)
+        view = self._nonempty_view()
+        view.index_cache.clear()
+        report = build.measure_view(view, metric, recall, queries, progress)
         with self._exclusive_lock():
-            view = self._nonempty_view()
-            view.index_cache.clear()
-            report = build.measure_view(view, metric, recall, queries, progress)
-            settings = view.settings | {"index": report.to_dict()}
+            settings = self._view.settings | {"index": report.to_dict()}
             self._store.commit(settings=settings, what="index")
         return report
 

@@ -17,6 +17,7 @@ from qkv.database.index import row_index, segment_index
 from qkv.database.index.metric import IndexMetric
 from qkv.database.storage import check_store, limits
 from qkv.weightings import TopK
+from tests.sampling import FULL
 
 pytest.importorskip("faiss")
 ROWS, WIDTH = 3000, 8
@@ -362,7 +363,7 @@ with qkv.open(sys.argv[1]) as D:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("round_", range(2))
+@pytest.mark.parametrize("round_", range(67 if FULL else 2))
 def test_killed_while_indexing(tmp_path, round_):
     """No acknowledged row is lost, and every answer is that of a scan."""
     path = tmp_path / "s.qkv"

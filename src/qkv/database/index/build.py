@@ -25,6 +25,7 @@ from qkv.util.progress import progress_bar
 from qkv.util.types import ProgressCallback
 
 KINDS = ("auto", "lists")
+load_faiss = segment_index.load_faiss
 
 
 def check_arguments(kind: Any, recall: Any) -> None:
@@ -64,7 +65,6 @@ def build_segments(
     store: Store, view: TableView, metric: IndexMetric, progress: ProgressCallback | None
 ) -> None:
     """Build the index of each large segment that has none. Finished ones stay after Ctrl-C."""
-    segment_index.load_faiss()
     parts = [part for part in view.snapshot.list_parts() if _needs_index(view, part, metric)]
     total, done = sum(len(part.segment.ids) for part in parts), 0
     with progress_bar("rows in the index", total) as show_progress:

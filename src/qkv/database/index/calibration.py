@@ -59,7 +59,7 @@ MAX_CHANGED_SHARE = 0.1
 MAX_SLOPE_CHANGE = 0.02
 """The interval holds for scores whose slope differs by at most this share."""
 
-MAX_SCORES_PER_BLOCK = 2**25
+MAX_SCORES_PER_BLOCK = 2**27
 COLUMNS_PER_RUN = 128
 
 
@@ -141,10 +141,11 @@ class IndexReport:
     @classmethod
     def read_from_view(cls, view: TableView) -> IndexReport | None:
         """Return the valid report of a store, cached with the view, or None."""
-        if "report" not in view.index_cache:
-            view.index_cache["report"] = cls._parse_settings(view)
-        report: IndexReport | None = view.index_cache["report"]
-        return report
+        # Another thread may clear the cache.
+        cached: tuple[IndexReport | None] | None = view.index_cache.get("report")
+        if cached is None:
+            view.index_cache["report"] = cached = (cls._parse_settings(view),)
+        return cached[0]
 
     @classmethod
     def _parse_settings(cls, view: TableView) -> IndexReport | None:
