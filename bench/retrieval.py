@@ -52,6 +52,8 @@ from qkv.database.encoders import Characters, Sentences, Text, Words
 MAX_KEYS, QUERIES, SEEDS = 2000, 300, (1, 2, 3)
 SINGLE_METHODS = ("BM25", "letters", "words", "MiniLM")
 ROOT = Path("/")
+CALIBRATION_PAIRS = 100
+"""So many of the queries of a seed calibrate; the error after it is that of the others."""
 MAX_TEXT = 400
 """The number of characters of a key or a query, at most."""
 
@@ -297,13 +299,20 @@ def measure_task(name: str, task: Task, seeds: Sequence[int], minilm: bool) -> d
     recalls: dict[str, list[tuple[float, float]]] = {}
     said: list[float] = []
     is_right: list[bool] = []
+    said_later: list[float] = []
+    is_right_later: list[bool] = []
     for seed in seeds:
         keys, asked, right = draw(task, seed)
         for method, s in score_methods(keys, asked, minilm).items():
             recalls.setdefault(method, []).append((recall(s, right, 1), recall(s, right, 10)))
-        answers = Database(dict(zip(keys, map(str, range(len(keys))), strict=True))).ask(asked)
+        database = Database(dict(zip(keys, map(str, range(len(keys))), strict=True)))
+        answers = database.ask(asked)
         said += [answer.confidence for answer in answers]
         is_right += [answer.value == str(i) for answer, i in zip(answers, right, strict=True)]
+        pairs = [(query, keys[i]) for query, i in zip(asked, right, strict=True)]
+        database.calibrate(pairs[:CALIBRATION_PAIRS])
+        is_right_later += is_right[-len(asked) :][CALIBRATION_PAIRS:]
+        said_later += [answer.confidence for answer in database.ask(asked[CALIBRATION_PAIRS:])]
     row: dict[str, Any] = {"work": name, "keys": len(keys), "queries": len(said)}
     row["recall"] = {
         method: dict(zip(("1", "10"), np.mean(pairs, axis=0).tolist(), strict=True))
@@ -317,6 +326,15 @@ def measure_task(name: str, task: Task, seeds: Sequence[int], minilm: bool) -> d
                 for k in ("1", "10")
             }
     row["confidence error"] = calibration_error(np.array(said), np.array(is_right))
+    after = np.array(said_later)
+    row["confidence error after calibrate"] = calibration_error(after, np.array(is_right_later))
+    # Even a perfect confidence has this error, because the queries are few.
+    row["smallest error"] = np.mean(
+        [
+            calibration_error(after, np.random.default_rng(i).random(len(after)) < after)
+            for i in range(50)
+        ]
+    )
     return row
 
 
@@ -326,6 +344,7 @@ def show_row(row: dict[str, Any]) -> None:
     print(
         f"{row['work']:<34}" + "  ".join(numbers),
         f"  {above['1']:+.3f}/{above['10']:+.3f}  {row['confidence error']:.3f}",
+        f"{row['confidence error after calibrate']:.3f} {row['smallest error']:.3f}",
         flush=True,
     )
 
@@ -339,7 +358,7 @@ def main() -> None:
     chosen = options.parse_args()
     rows = []
     print("recall at 1/at 10 of " + ", ".join((*SINGLE_METHODS, "default")), end="; ")
-    print("default above the best; error of the confidence")
+    print("default above the best; error of the confidence, after calibrate, and the smallest")
     for name, task in build_tasks(chosen.root).items():
         if chosen.only in name and task.pairs:
             rows.append(measure_task(name, task, SEEDS, chosen.minilm))

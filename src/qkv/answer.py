@@ -58,6 +58,7 @@ comes near. The ratio p₁ / p₂ says so.
 """
 MAX_CONFIDENCE = 0.99
 """No confidence is larger: typos can make one key out of another."""
+MAX_LOGIT = 30.0
 CONFIDENCE_WORDS = ((0.9, "sure"), (0.6, "fairly sure"), (0.0, "unsure"))
 """The words for a confidence, with the smallest confidence for each."""
 SINGLE_ROW_WEIGHTINGS = ("Hard", "TopK(k=1)")
@@ -446,7 +447,8 @@ class Answer(Displayable):
         that is than the share of the next value. The estimate was fitted for text keys with the
         default score and weighting, among queries of which one row has the answer. It is lower if
         the query is far from every number or date of the keys, or if the rows of the best key have
-        different numbers. It is 0 if the query is a key whose value is missing.
+        different numbers, or if a short query and the best key have different numbers. It is 0 if
+        the query is a key whose value is missing. `Database.calibrate` corrects it on pairs.
 
         None if the value is a mean, whose `spread` says more, or if the weights do not sum to 1 or
         all of it is given to one row (`hard`).
@@ -458,13 +460,19 @@ class Answer(Displayable):
         takes_one_row = self.weighting.startswith(SINGLE_ROW_WEIGHTINGS)
         if not self.rows or self.value_is_mean or not self.is_normalized or takes_one_row:
             return None
+        logit = self._backend.calibrate_logit(self._confidence_logit)
+        logit = min(max(logit, -MAX_LOGIT), MAX_LOGIT)
+        probability = min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
+        return probability * self._backend.confidence_factor(self.rows)
+
+    @property
+    def _confidence_logit(self) -> float:
+        """The logit of the confidence, before a calibration or a hint changes it."""
         share, next_share = (min(max(x, 1e-6), 1 - 1e-4) for x in self._value_shares)
         bias, share_factor, margin_factor = CONFIDENCE_COEFFICIENTS
         # Many rows that agree a little are less convincing than one row that fits.
         margin = math.log(share / next_share) * min(self._top_weight / share, 1.0)
-        logit = bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
-        probability = min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
-        return probability * self._backend.confidence_factor()
+        return bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
 
     def _value_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is that of some rows."""

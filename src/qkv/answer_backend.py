@@ -135,12 +135,16 @@ class AnswerBackend(ABC):
         """Return advice about the query, or ""; `rows` are the heaviest rows."""
         return ""
 
-    def confidence_factor(self) -> float:
+    def confidence_factor(self, rows: list[Row]) -> float:
         """Return a number from 0 to 1 by which the confidence is multiplied.
 
-        It is below 1 if no row can have the right value.
+        It is below 1 if something speaks against `rows`, the heaviest rows.
         """
         return 1.0
+
+    def calibrate_logit(self, logit: float) -> float:
+        """Return the logit of the confidence, as `calibrate` corrects it."""
+        return logit
 
     @property
     def is_far(self) -> bool:

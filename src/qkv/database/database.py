@@ -1331,7 +1331,8 @@ class Database(ReadableDatabase[K, V]):
         """Calibrate prediction sets on (query, right key) pairs.
 
         The `prediction_set` of each later answer contains the right row with the probability
-        `coverage`. If no row fits the query, the set is empty and the answer `abstains`.
+        `coverage`. If no row fits the query, the set is empty and the answer `abstains`. The
+        `confidence` of later answers is corrected so that it agrees with the pairs.
 
         The guarantee holds for queries like those of the pairs, with this score and weighting. The
         calibration is stored as a new version. It becomes invalid when the keys are encoded again,
@@ -1344,12 +1345,20 @@ class Database(ReadableDatabase[K, V]):
         >>> [row.key for row in D.ask("Lpton").prediction_set], D.ask("qwy").abstains
         (['Lipton'], True)
         """
+        from dataclasses import replace
+
+        from qkv.database.query.arguments import list_pairs
         from qkv.database.query.calibration import calibrate
+        from qkv.database.query.confidence import fit_confidence
 
         validate_keywords("calibrate()", other, Database.calibrate.__kwdefaults__)
         with self._exclusive_lock():
             view = self._nonempty_view()
+            pairs = list_pairs(pairs, "calibrate", "right key")
             calibration = calibrate(view, pairs, coverage, score, weighting)
+            executor = self._get_executor(view, score, weighting, None, 1, None, None)
+            bias, slope = fit_confidence(executor, pairs)
+            calibration = replace(calibration, confidence_bias=bias, confidence_slope=slope)
             settings = view.settings | {"promise": calibration.to_dict()}
             self._store.commit(settings=settings, what="calibrate")
         return calibration

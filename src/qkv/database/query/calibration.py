@@ -42,8 +42,8 @@ class Calibration:
 
     A prediction set contains the rows with at least the weight `weight`. It is empty if the best
     score is below `best`, because then the query is unlike the calibration pairs. `silent` is the
-    share of the pairs with an empty set. The other fields say for which score, weighting and rows
-    the guarantee holds.
+    share of the pairs with an empty set. `confidence_bias` and `confidence_slope` correct the logit
+    of the confidence. The other fields say for which score, weighting and rows the guarantee holds.
     """
 
     coverage: float
@@ -56,6 +56,8 @@ class Calibration:
     rows: int
     last: int
     encoded: int
+    confidence_bias: float = 0.0
+    confidence_slope: float = 1.0
 
     def __repr__(self) -> str:
         return (
@@ -80,6 +82,10 @@ class Calibration:
             if isinstance(x, bool) or not isinstance(x, types.get(name, int | float)):
                 return None
         return cls(**values)
+
+    def correct_logit(self, logit: float) -> float:
+        """Return the logit of the confidence, corrected on the pairs (Platt scaling)."""
+        return self.confidence_bias + self.confidence_slope * logit
 
     def invalid_reason(self, view: TableView, score: str | None, weighting: str) -> str | None:
         """Return why this calibration does not hold for a query; None if it does.

@@ -28,7 +28,7 @@ from qkv.database.query.far_queries import (
     find_number_columns,
 )
 from qkv.database.query.influence import compute_influence
-from qkv.database.query.number_hint import different_numbers_hint
+from qkv.database.query.number_hint import DIFFERENT_NUMBERS_FACTOR, different_numbers_hint
 from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table import cells
 from qkv.database.table.encoding import add_word_columns
@@ -384,10 +384,17 @@ class LocalBackend(AnswerBackend):
     def is_far(self) -> bool:
         return self.far_ratio > 1
 
-    def confidence_factor(self) -> float:
+    def confidence_factor(self, rows: list[Row]) -> float:
         if self.executor.missing_value_count and self.executor.missing_value_hint(self.query):
             return 0.0
-        return min(1 / self.far_ratio, 1.0) if self.far_ratio else 1.0
+        factor = min(1 / self.far_ratio, 1.0) if self.far_ratio else 1.0
+        if rows and different_numbers_hint(self.query, rows[0].key):
+            factor *= DIFFERENT_NUMBERS_FACTOR
+        return factor
+
+    def calibrate_logit(self, logit: float) -> float:
+        calibration = self.executor.calibration
+        return logit if isinstance(calibration, str) else calibration.correct_logit(logit)
 
     def _several_values_hint(self, rows: list[Row]) -> str:
         """Return a hint if several rows have the best key, with different numbers; else ""."""
