@@ -111,27 +111,33 @@ class Words(Encoder):
         return np.frombuffer(b"".join(pieces), _ID_DTYPE), offsets
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        keys, full_table = to_texts(keys), None
+        keys = to_texts(keys)
         if self.idf and self.token_weights is None:
             raise ArgumentError("Words(idf=True) is not fitted: call fit(keys) first")
         out = np.empty((len(keys), self.width), np.float32)
         for start, block in split_blocks(keys, TEXTS_PER_BLOCK):
             ids, offsets = self.tokens(block)
-            if len(ids) > MAX_MAPPED_TOKENS:
-                if full_table is None:
-                    full_table = self._weigh_tokens(self.table, slice(None))
-                table = full_table
-            else:  # converting the vectors of all tokens to float32 would be slow
+            if len(ids) <= MAX_MAPPED_TOKENS:
+                # Converting the vectors of all tokens to float32 would be slow.
                 table = self._weigh_tokens(np.asarray(_map_table()[ids], np.float32), ids)
                 ids = np.arange(len(ids))
+            elif self.token_weights is None:
+                table = self.table
+            else:  # most of the tokens are in no text
+                is_used = np.zeros(len(self.table), bool)
+                is_used[ids] = True
+                used = np.flatnonzero(is_used)
+                table = self._weigh_tokens(self.table[used], used)
+                ids = (np.cumsum(is_used) - 1)[ids]
             out[start : start + len(block)] = sum_by_text(table, ids, offsets)
         return normalize_rows(out)
 
-    def _weigh_tokens(self, vectors: np.ndarray, ids: np.ndarray | slice) -> np.ndarray:
+    def _weigh_tokens(self, vectors: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Return the vectors of these tokens, multiplied by their weights."""
         if self.token_weights is None:
             return vectors
-        return vectors * self.token_weights[ids].astype(np.float32)[:, None]
+        weights: np.ndarray = self.token_weights[ids].astype(np.float32)
+        return np.asarray(vectors * weights[:, None])
 
     def settings(self) -> dict[str, Any]:
         settings = {"kind": self.kind, "model": MODEL_NAME, "lower": self.lower}

@@ -575,6 +575,8 @@ def _separates_scores(weighting: Weighting) -> bool:
 
 def _sum_weight_by_value(values: list[Any], weights: list[float]) -> list[ValueWeight]:
     """Return the distinct values with their total weights, the largest weight first."""
+    if set(map(type, values)) == {str} and len(set(values)) == len(values) and min(weights) >= 0:
+        return list(map(ValueWeight, values, weights))  # rows come with the heaviest first
     total: dict[Any, float] = {}
     first: dict[Any, Any] = {}
     for value, weight in zip(values, weights, strict=False):
