@@ -77,6 +77,9 @@ def measure_database(keys: np.ndarray, queries: np.ndarray) -> Iterator[Any]:
     report = database.index(score=score)
     seconds = time.process_time() - started
     print(report)
+    started = time.process_time()
+    database.index(score=score)  # nothing is missing: this only measures
+    measurement = time.process_time() - started
     faiss: Any = peer("faiss")
     started = time.process_time()
     lists = int(2 * rows**0.5)
@@ -92,8 +95,12 @@ def measure_database(keys: np.ndarray, queries: np.ndarray) -> Iterator[Any]:
     engine.add(keys)
     its_seconds = time.process_time() - started
     yield {
-        "work": f"build the index of {rows:,} × {width}, CPU, with the measurement",
-        "sides": {"qkv": {"ms": 1e3 * seconds}, "FAISS": {"ms": 1e3 * its_seconds}},
+        "work": f"build the index of {rows:,} × {width}, CPU",
+        "sides": {
+            "qkv": {"ms": 1e3 * (seconds - measurement)},
+            "qkv, the measurement": {"ms": 1e3 * measurement},
+            "FAISS": {"ms": 1e3 * its_seconds},
+        },
         "goals": [],
     }
     best = TopK(BEST)
@@ -125,7 +132,7 @@ def measure_database(keys: np.ndarray, queries: np.ndarray) -> Iterator[Any]:
             "exact": {"ms": time_queries(queries[:20], partial(ask_one, database, shared))},
         }
         if weighting is best:
-            for probes in (8, 16):
+            for probes in (4, 8):
                 engine.nprobe = probes
                 near = [rerank(keys, q, engine.search(q[None], RERANKED)[1][0]) for q in queries]
                 true = [np.argpartition(-(keys @ q), BEST)[:BEST] for q in queries[:50]]

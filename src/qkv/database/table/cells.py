@@ -332,8 +332,10 @@ def vector_digests(keys: Any) -> list[bytes]:
         if block.size and np.isnan(block.min()):
             raise ArgumentError(_NAN_KEY_MESSAGE)
         text = block.reshape(-1).view(np.uint8).data
-        parts = (text[i * size : (i + 1) * size] for i in range(len(block)))
-        digests += [sha256(part).digest()[:DIGEST_BYTES] for part in parts]
+        digests += [
+            sha256(text[i * size : (i + 1) * size]).digest()[:DIGEST_BYTES]
+            for i in range(len(block))
+        ]
     return digests
 
 

@@ -642,12 +642,11 @@ class TableView:
         if len(parts) == 1:
             parts[0].check_not_truncated()
             at = positions if live_rows[0] is None else live_rows[0][positions]
-            return np.asarray(parts[0].tensors[name][at])
+            return np.asarray(parts[0].tensors[name].take(at, 0))
         flat, first = positions.reshape(-1), parts[0].tensors[name]
-        out = np.empty((len(flat), *first.shape[1:]), first.dtype)
-        is_ascending = bool((flat[1:] >= flat[:-1]).all())
-        order = None if is_ascending else flat.argsort(kind="stable")
+        order = None if (flat[1:] >= flat[:-1]).all() else flat.argsort(kind="stable")
         ascending = flat if order is None else flat[order]
+        rows = np.empty((len(flat), *first.shape[1:]), first.dtype)
         cuts = ascending.searchsorted(starts).tolist()
         for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
             if begin == end:
@@ -655,9 +654,12 @@ class TableView:
             part, live = parts[i], live_rows[i]
             part.check_not_truncated()
             at = ascending[begin:end] - starts[i]
-            rows = part.tensors[name][at if live is None else live[at]]
-            out[slice(begin, end) if order is None else order[begin:end]] = rows
-        return out.reshape(*positions.shape, *first.shape[1:])
+            # All positions exist; with "clip", the rows are written without a buffer.
+            part.tensors[name].take(at if live is None else live[at], 0, rows[begin:end], "clip")
+        if order is not None:
+            rows, in_order = np.empty_like(rows), rows
+            rows[order] = in_order
+        return rows.reshape(*positions.shape, *first.shape[1:])
 
     def read_key_vectors_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the vectors of the keys at some positions in any order, (…, width)."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 
 from qkv.engines.call import has_numbers_in_range
@@ -15,6 +18,9 @@ from qkv.weightings import Softmax, TopK, Weighting
 
 MAX_GATHERED_FLOATS = 2**18
 """The number of key elements that are gathered and scored at a time, so that they stay cached."""
+
+MAX_GATHERED_VALUES = 2**13
+"""The number of rows whose values are read at a time."""
 
 SOFTMAX = Softmax()
 MAX_SORTED_SCORES = 512
@@ -99,22 +105,42 @@ def _weigh_scores(
     best = scores.max(axis=1)
     live = np.arange(scores.shape[1]) < counts[:, None] if is_padded else None
     alpha, lse = _compute_weights(weighting.scale_scores(scores), live, weighting)
-    is_finite = np.isfinite(best if lse is None else best + lse[:, 0]).tolist()
-    results: list[WeighedRows | None] = []
-    for i, count in enumerate(counts.tolist()):
-        if not is_finite[i]:
-            results.append(None)
-            continue
-        weights, output = alpha[i : i + 1, :count], np.zeros((1, 0), alpha.dtype)
+    finite = np.flatnonzero(np.isfinite(best if lse is None else best + lse[:, 0])).tolist()
+    sizes = counts.tolist()
+    used: list[Any] = [None] * len(finite)
+    values: Iterator[Any] = iter(used)
+    if rows.read_values is not None:
+        used = [alpha[i, : sizes[i]].nonzero()[0] for i in finite]
+        at = [positions[i, x] for i, x in zip(finite, used, strict=True)]
+        values = _read_values(rows.read_values, at)
+    results: list[WeighedRows | None] = [None] * len(scores)
+    for i, own, value in zip(finite, used, values, strict=True):
+        weights, output = alpha[i : i + 1, : sizes[i]], np.zeros((1, 0), alpha.dtype)
         if rows.read_values is not None:
-            used = weights[0].nonzero()[0]
-            value = rows.read_values(positions[i, used])
-            output = _pool_values(weights[:, used], value, weighting.is_convex)
+            output = _pool_values(weights[:, own], value, weighting.is_convex)
         row_lse = None if lse is None else lse[i, :1]
-        results.append(
-            WeighedRows(output, weights, None, row_lse, best[i : i + 1], rows_read=count)
+        results[i] = WeighedRows(
+            output, weights, None, row_lse, best[i : i + 1], rows_read=sizes[i]
         )
     return results
+
+
+def _read_values(
+    read_values: Callable[[np.ndarray], np.ndarray], positions: list[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yield the values at the positions of each query; several queries are read at a time."""
+    start = 0
+    while start < len(positions):
+        stop, count = start + 1, len(positions[start])
+        while stop < len(positions) and count + len(positions[stop]) <= MAX_GATHERED_VALUES:
+            count += len(positions[stop])
+            stop += 1
+        group = positions[start:stop]
+        value, end = read_values(group[0] if len(group) == 1 else np.concatenate(group)), 0
+        for at in group:
+            begin, end = end, end + len(at)
+            yield value[begin:end]
+        start = stop
 
 
 def _pool_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> np.ndarray:
