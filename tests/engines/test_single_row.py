@@ -88,3 +88,17 @@ def test_refusals(options: dict[str, Any], reason: str) -> None:
         qkv.attend(x, x, x, **options, engine="single_row")
     with pytest.raises(qkv.QkvError, match="a length is 0"):
         qkv.attend(x, x[:0], x[:0], score="constant", engine="single_row")
+
+
+@pytest.mark.parametrize("to_array", [np.asarray, torch.tensor], ids=["numpy", "torch"])
+def test_a_mean_is_computed_for_each_length(to_array: Any) -> None:
+    """One plan serves lengths with as many binary digits."""
+    rng = np.random.default_rng(0)
+    for n, m in ((9, 17), (9, 17), (12, 30), (12, 30), (15, 16), (15, 16)):
+        q, k, v = (rng.normal(size=shape) for shape in ((2, 4, n, 3), (2, 2, m, 3), (2, 2, m, 5)))
+        got = qkv.attend(*map(to_array, (q, k, v)), weighting="average")
+        want = np.broadcast_to(v.mean(-2).repeat(2, 1)[:, :, None], (2, 4, n, 5))
+        np.testing.assert_allclose(to_numpy(got), want, rtol=1e-12)
+    huge = np.full((1, 1, 4, 2), 3e38, "f4")
+    got = qkv.attend(*map(to_array, (huge * 0, huge * 0, huge)), weighting="average")
+    assert np.isfinite(to_numpy(got)).all()

@@ -6,7 +6,9 @@ ignores the scores. Without a mask all rows of the result are equal, so one is e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from qkv.engines import dense
 from qkv.engines.call import Call
@@ -14,6 +16,7 @@ from qkv.frameworks import tree
 from qkv.frameworks.stored_rows import UnreadArray
 from qkv.scores import Constant
 from qkv.util.types import Array
+from qkv.weightings import Average
 
 NAME = "single_row"
 
@@ -40,6 +43,31 @@ def slower_reason(call: Call) -> str | None:
 
 def describe(call: Call) -> str:
     return "one query, repeated for the others"
+
+
+def build_direct_runner(call: Call) -> Callable[..., Array] | None:
+    """Return the mean of the values as a function of `attend`'s arguments, or None.
+
+    It handles calls without an upcast. Values may have fewer heads than queries.
+    """
+    if call.wants_weights:
+        return None
+    if type(call.weighting) is not Average or call.value is None or call.upcast() is not call:
+        return None
+    fw, lead, own = call.fw, call.lead, call.fw.static_shape(call.value)[:-2]
+    if len(own) != len(lead) or own[:-1] != lead[:-1]:
+        return None
+    heads = None if own == lead else lead[-1]
+
+    def run_arrays(query: Array, key: Array, value: Array, *_: Any) -> Array:
+        n, m = query.shape[-2], value.shape[-2]
+        with fw.use_own_settings():
+            # A sum of large values may overflow, a product with 1 / m does not.
+            mean = fw.matmul(fw.full((1, m), 1.0 / m, value), value)
+            mean = mean if heads is None else fw.repeat_heads(mean, heads)
+            return mean + fw.full((n, 1), 0.0, mean)  # a broadcast array could not be written to
+
+    return run_arrays
 
 
 def run(call: Call) -> tuple[Array | None, ...]:
