@@ -360,6 +360,6 @@ def test_a_large_call_runs_its_function_in_compiled_blocks(monkeypatch):
     assert qkv.explain(*inputs, score=score).engine == "dense"
     monkeypatch.setattr(user_code, "MAX_EVALUATED_NUMBERS", 100)
     monkeypatch.setattr(qkv.engines.streaming, "MAX_DENSE_NUMBERS", 100)
-    monkeypatch.setattr(qkv.engines.streaming, "MAX_DENSE_USER_NUMBERS", 100)
+    monkeypatch.setattr(qkv.engines.streaming, "MAX_DENSE_EAGER_NUMBERS", 100)
     assert qkv.explain(*inputs, score=score).engine == "streaming"
     np.testing.assert_allclose(qkv.attend(*inputs, score=score), want, atol=1e-12)

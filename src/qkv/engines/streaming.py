@@ -62,10 +62,9 @@ MAX_NUMBERS_PER_DISTANCE = 4
 MAX_DENSE_NUMBERS = 2**18
 """Numbers up to which the whole matrix fits one block, so that `dense` is as good."""
 
-
-MAX_DENSE_USER_NUMBERS = 2**22
-"""Numbers up to which a user's function with gradients runs once, on a CPU. In blocks it would run
-twice for each: a function has many operations, which take long to start and to differentiate."""
+MAX_DENSE_EAGER_NUMBERS = 2**22
+"""Numbers up to which the operations of the whole matrix run once, on a CPU. In blocks they would
+run several times. They take long to start and to differentiate."""
 
 UNKNOWN_LENGTH_REASON = "a length is unknown until the graph runs, so there are no fixed blocks"
 
@@ -99,15 +98,30 @@ def slower_reason(call: Call) -> str | None:
     if call.fw.is_in_fixed_graph(call.query):
         return "a traced graph would contain every block; dense is shorter and fits any length"
     limit = max(MAX_DENSE_NUMBERS, call.fw.eager_block_numbers)
-    if scores.has_user_code(call.score) and call.fw.device_block_numbers(call.query) is None:
-        learns = call.fw.needs_gradient(tree.array_leaves(call.fw, call))
-        limit = max(limit, MAX_DENSE_USER_NUMBERS) if learns else limit
+    if _has_slow_blocks(call):
+        limit = max(limit, MAX_DENSE_EAGER_NUMBERS)
     if numbers <= limit:
         return (
             f"the scores need only {format_count(numbers)} numbers, which fit one block: dense is "
             "as good"
         )
     return None
+
+
+def _has_slow_blocks(call: Call) -> bool:
+    """Return whether the operations of each block take long to start, on a CPU.
+
+    A mask skips blocks, which saves more. NumPy computes blocks on all cores, and one operation on
+    one core only; so it computes the searches of other frameworks.
+    """
+    if call.fw.name == "numpy" or call.fw.device_block_numbers(call.query) is not None:
+        return False
+    if scores.has_user_code(call.score):
+        return True
+    if call.fw.name != "torch" or call.rule is not None:
+        return False
+    learns = call.fw.needs_gradient(tree.array_leaves(call.fw, call))
+    return learns or not call.weighting.needs_search
 
 
 def is_data_dependent(call: Call) -> bool:
@@ -126,10 +140,13 @@ def numbers_per_pair(call: Call) -> int:
     A user's function is measured once, if the framework can run it without data.
     """
     if isinstance(call.score, UserScore):
-        key = call.key
-        if isinstance(key, UnreadArray):  # a placeholder that needs no memory
-            one = call.fw.full((1, key.shape[-1]), 0.0, call.query)
-            key = call.fw.xp.broadcast_to(one, key.shape)
+        key, fw = call.key, call.fw
+        is_stored = isinstance(key, UnreadArray)
+        if is_stored or fw.static_shape(key)[:-2] != call.lead:
+            # A placeholder that needs no memory: the function receives keys with all heads.
+            shape = key.shape if is_stored else (*call.lead, *fw.static_shape(key)[-2:])
+            one = fw.full((1, shape[-1]), 0.0, call.query)
+            key = fw.xp.broadcast_to(one, shape)
         measured = call.fw.measure_pair_numbers(call.score.function, call.query, key)
         if measured is not None:
             return measured
