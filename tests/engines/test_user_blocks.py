@@ -107,3 +107,9 @@ def test_a_captured_tensor_of_16_bits_has_its_gradient_with_weights(weights):
         out = qkv.attend(q, k, v, score=score, return_weights=weights, engine=engine)[0]
         gradients += torch.autograd.grad(out.float().sin().sum(), slopes)
     torch.testing.assert_close(*gradients, rtol=0.05, atol=1.0)
+
+
+def test_a_function_is_measured_with_as_many_heads_as_it_receives():
+    """With fewer heads of keys it failed, and its blocks were 16 times too small."""
+    q, k = torch.zeros(2, 4, 50, 32), torch.zeros(2, 2, 60, 32)
+    assert streaming.numbers_per_pair(build_call(q, k, k, score=lambda q, k: q @ k.mT)) <= 2
