@@ -8,6 +8,7 @@ an interval that holds for 90 % of new queries like the keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ class Effort:
         shifted = estimate + SMALLEST_WEIGHT
         ratios = next((x for x in self.ratios if estimate <= x[0]), self.ratios[-1])
         low, middle, high = (
-            float(np.clip(shifted * np.exp(x) - SMALLEST_WEIGHT, 0, 1)) for x in ratios[1:]
+            min(max(shifted * math.exp(x) - SMALLEST_WEIGHT, 0.0), 1.0) for x in ratios[1:]
         )
         return MissingWeight(middle, low, high)
 

@@ -46,10 +46,16 @@ class FoundRows(NamedTuple):
 
 
 class _AllowedRows(NamedTuple):
-    """The rows that a search may return: `bits` of each group (None: all), and `counts` (L,)."""
+    """The rows that a search may return: `bits` of each group (None: all), and `counts` (L,).
+
+    `log_counts` (L,) are the logarithms of the counts, and `limits` (L,) the largest deviations of
+    as many normal numbers.
+    """
 
     bits: list[np.ndarray | None]
     counts: np.ndarray
+    log_counts: np.ndarray
+    limits: np.ndarray
 
     @property
     def are_all(self) -> bool:
@@ -273,7 +279,7 @@ class RowIndex:
         log_rest = np.full(len(queries), np.nan)
         if estimates_rest:
             log_rest = self._estimate_rest(
-                queries, similarity, nearest, is_read, nearness, metric, allowed.counts
+                queries, similarity, nearest, is_read, nearness, metric, allowed
             )
         return FoundRows(positions, log_rest)
 
@@ -315,14 +321,14 @@ class RowIndex:
         is_read: np.ndarray | None,
         nearness: np.ndarray,
         metric: IndexMetric,
-        counts: np.ndarray,
+        allowed: _AllowedRows,
     ) -> np.ndarray:
         """Return the estimated log Σ exp(score), (n,), over the rows that were not found.
 
         The rows of a list count as scattered evenly around its mean. The largest deviation of m
         such rows is about √(2 ln m) standard deviations, which limits the sum.
         """
-        slope, at = metric.slope, np.arange(len(queries))[:, None]
+        slope, at, counts = metric.slope, np.arange(len(queries))[:, None], allowed.counts
         if metric.is_distance:
             offset = self._list_spreads * (slope * self._list_means.shape[1] / 2)
             log_mass = slope * similarity.astype(float)
@@ -333,10 +339,9 @@ class RowIndex:
             log_mass = slope * similarity.astype(float)
             length = np.sqrt(np.einsum("ij,ij->i", queries, queries, dtype=float))
             deviation = (slope * length[:, None]) * self._list_deviations
-        log_count = np.log(np.maximum(counts, 1e-300))
         # x²/2, continued by its tangent beyond the limit: (x² − max(x − limit, 0)²) / 2
-        excess = np.maximum(deviation - np.sqrt(2 * np.maximum(log_count, 0)), 0)
-        log_mass += log_count + (deviation + excess) * (deviation - excess) / 2
+        excess = np.maximum(deviation - allowed.limits, 0)
+        log_mass += allowed.log_counts + (deviation + excess) * (deviation - excess) / 2
         chosen = log_mass[at, nearest]
         if is_read is None:
             log_mass[at, nearest] = -np.inf
@@ -370,7 +375,9 @@ class RowIndex:
                     index = part.segment_index
                     counts.append(index.counts if mask is None else index.count_rows(mask))
             total = self._sum_over_parts(counts)[self._numbers]
-            self._allowed = cached = selection, _AllowedRows(bits, total)
+            log_counts = np.log(np.maximum(total, 1e-300))
+            limits = np.sqrt(2 * np.maximum(log_counts, 0))
+            self._allowed = cached = selection, _AllowedRows(bits, total, log_counts, limits)
         return cached[1]
 
 
