@@ -37,6 +37,13 @@ def gaussian(query=Q, key=X, width=WIDTH):
     return alpha / alpha.sum(1, keepdims=True)
 
 
+def outside_share(query=Q, key=X, width=WIDTH):
+    """1 − exp(−e²), where a query is e bandwidths outside the range of the keys."""
+    above, below = query - key.max(axis=0), key.min(axis=0) - query
+    excess = np.maximum(np.maximum(above, below), 0) / width
+    return 1 - np.exp(-(excess**2).sum(axis=1))
+
+
 def test_the_mean_is_nadaraya_watson():
     model = AttentionRegressor(WIDTH).fit(X, Y)
     result, deviation = model.predict(Q, return_std=True)
@@ -44,7 +51,9 @@ def test_the_mean_is_nadaraya_watson():
     np.testing.assert_allclose(result, gaussian() @ Y, rtol=1e-12)
     spread = gaussian() @ Y**2 - (gaussian() @ Y) ** 2
     factor, noise = model._variance_fit[:, 0]
-    np.testing.assert_allclose(deviation, np.sqrt(factor * spread + noise), rtol=1e-9)
+    outside = outside_share() * Y.var()
+    assert (outside > 0).any() and (outside == 0).any()
+    np.testing.assert_allclose(deviation, np.sqrt(factor * spread + noise + outside), rtol=1e-9)
     np.testing.assert_allclose(model.attention_weights(Q), gaussian(), rtol=1e-11)
 
 
@@ -52,7 +61,8 @@ def test_the_line_is_weighted_least_squares():
     y = np.stack([Y, X[:, 2] ** 2], axis=1)
     model = AttentionRegressor(WIDTH, degree=1).fit(X, y)
     result, deviation = model.predict(Q, return_std=True)
-    for q, alpha, value, off in zip(Q, gaussian(), result, deviation, strict=True):
+    parts = zip(Q, gaussian(), result, deviation, outside_share(), strict=True)
+    for q, alpha, value, off, outside in parts:
         design = np.column_stack([np.ones(40), (X - q) / WIDTH])
         hold = model.ridge_ * np.diag([0, 1, 1, 1])
         line = np.linalg.solve(design.T @ (alpha[:, None] * design) + hold,
@@ -61,7 +71,8 @@ def test_the_line_is_weighted_least_squares():
         left = y - design @ line
         left -= alpha @ left  # the ridge moves it
         factor, noise = model._variance_fit
-        np.testing.assert_allclose(off**2, factor * (alpha @ left**2) + noise, rtol=1e-6)
+        variance = factor * (alpha @ left**2) + noise + outside * y.var(axis=0)
+        np.testing.assert_allclose(off**2, variance, rtol=1e-6)
 
 
 def test_a_straight_line_is_found_again_up_to_its_ends():
@@ -124,6 +135,17 @@ def test_the_deviation_covers_new_values(noise):
         apart = np.abs(test[1] - value) / deviation
         assert abs(np.mean(apart < 1) - 0.68) < 0.06
         assert abs(np.mean(apart < 2) - 0.95) < 0.03
+
+
+def test_the_deviation_grows_outside_the_rows():
+    rng = np.random.default_rng(5)
+    x = rng.uniform(0, 5, (200, 1))
+    y = np.stack([np.sin(x[:, 0]), 100 * np.cos(x[:, 0])], axis=1)
+    model = AttentionRegressor(0.5).fit(x, y + rng.normal(size=y.shape) * [0.1, 10])
+    _, deviation = model.predict([[2.5], [5.0], [5.3], [6], [1e9], [-1e9]], return_std=True)
+    assert (deviation[:2] < 0.5 * y.std(axis=0)).all()
+    assert (np.diff(deviation[1:5], axis=0) > 0).all()
+    assert (deviation[4:] >= model._y.std(axis=0)).all()
 
 
 def test_the_deviation_of_rows_that_fit_exactly_is_zero():

@@ -75,6 +75,7 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
         self._y, self._values, self._centre = y, values[counts > 0], centre
         self._variance_fit = self._fit_deviation((self._values - centre) / unit, counts[counts > 0])
         self._variance_fit[1] *= unit**2
+        self._value_variance = spread**2
         return self
 
     def _fit_deviation(self, value: Numbers, counts: Numbers) -> Numbers:
@@ -98,7 +99,8 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
 
         With `return_std` also return the standard deviation of y at x: about 68 % of new values lie
         within ±1 and 95 % within ±2 of it. Its square is a Σᵢ αᵢ (yᵢ − ŷ)² + b, where a and b come
-        from the errors of left-out rows.
+        from the errors of left-out rows. If x is outside the range of the rows by e bandwidths, the
+        variance of y times 1 − exp(−e²) is added: no row says what y is there.
         """
         query = self._scale_queries(X)
         if return_std:
@@ -114,8 +116,16 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, AttentionEstimator):
             return self._restore_shape(value)
         variance = np.maximum(np.concatenate([line.variance(p) for line in found]), 0)
         factor, noise = self._variance_fit
-        deviation = np.sqrt(factor * variance + noise)
+        outside = self._outside_share(query)[:, None] * self._value_variance
+        deviation = np.sqrt(factor * variance + noise + outside)
         return self._restore_shape(value), self._restore_shape(deviation)
+
+    def _outside_share(self, query: Numbers) -> Numbers:
+        """Return 1 − exp(−e²) (n,), where e is the distance of each query (n, D) from the range of
+        the keys, in bandwidths; 0 inside."""
+        low, high = self._keys.min(axis=0), self._keys.max(axis=0)
+        excess = np.asarray(query - np.clip(query, low, high), np.float64)
+        return np.asarray(-np.expm1(-np.square(np.minimum(np.abs(excess), 1e3)).sum(axis=1)))
 
     def _restore_shape(self, values: Numbers) -> Numbers:
         return values[:, 0] if self._y.ndim == 1 else values
