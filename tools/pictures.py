@@ -8,6 +8,7 @@ python tools/pictures.py
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from PIL import Image
 
 import qkv
 from qkv import plot, scores
+from qkv.plot import style
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "pictures"
 SENTENCE = "When he saw his owner, the dog was happy, so he wagged his tail"
 
 
@@ -97,7 +100,58 @@ def large() -> None:
     save("pooled-mean", plot.heatmaps(alpha, figsize=(3.4, 3.4), pool="mean"))
 
 
+MEASURED_ROWS = (10_000, 100_000, 1_000_000)
+EXTRAPOLATED_ROWS = (10_000_000, 100_000_000)
+
+
+def draw_answer_times() -> None:
+    """Draw the time of an answer against the number of rows, from bench/results/index.json.
+
+    Beyond the measured rows, the time of a scan grows with the rows, and that of a search with
+    their square root: both the number of lists and the rows of a list do.
+    """
+    stored = json.loads((ROOT / "bench" / "results" / "index.json").read_text())
+    works = {row["work"]: row["sides"] for row in stored["rows"]}
+    soft, best = (
+        [works[f"{name}, {rows:,} × 256, CPU"] for rows in MEASURED_ROWS]
+        for name in ("soft answer", "ten best rows")
+    )
+    lines = {
+        "exact": ("#333333", [sides["exact"]["ms"] for sides in soft], 1.0),
+        "certified, error ≤ 0.05": (style.BLUE, [sides["certified"]["ms"] for sides in soft], 1.0),
+        "approximate": (style.RED, [sides["qkv"]["ms"] for sides in soft], 0.5),
+        "approximate, ten best rows": ("#f4a582", [sides["qkv"]["ms"] for sides in best], 0.5),
+    }
+    figure = style.new_figure((5.6, 3.4), "constrained")
+    panel = figure.subplots()
+    for label, (colour, times, power) in lines.items():
+        shared: Any = {"color": colour, "linewidth": 1.5, "markersize": 4.5}
+        panel.plot(MEASURED_ROWS, times, "o-", label=label, **shared)
+        last = MEASURED_ROWS[-1]
+        more = [times[-1] * (rows / last) ** power for rows in EXTRAPOLATED_ROWS]
+        beyond = (last, *EXTRAPOLATED_ROWS), (times[-1], *more)
+        panel.plot(*beyond, "o--", markerfacecolor="white", zorder=1, **shared)
+    panel.axvspan(MEASURED_ROWS[-1] * 1.8, EXTRAPOLATED_ROWS[-1] * 1.8, color="#f5f5f5", zorder=0)
+    panel.text(
+        1.35e7,
+        0.97,
+        "extrapolated",
+        transform=panel.get_xaxis_transform(),
+        va="top",
+        ha="center",
+        fontsize=8,
+        color=style.INK,
+    )
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlim(6e3, EXTRAPOLATED_ROWS[-1] * 1.8)
+    style.style_axes(panel, "rows of 256 numbers", "ms of the CPU for one answer")
+    panel.legend(frameon=False, fontsize=7.5, labelcolor=style.INK, handlelength=1.6)
+    save("answer-times", figure)
+
+
 if __name__ == "__main__":
+    draw_answer_times()
     draw_first_pictures()
     model()
     kernels()
