@@ -28,7 +28,11 @@ from qkv.database.query.far_queries import (
     find_number_columns,
 )
 from qkv.database.query.influence import compute_influence
-from qkv.database.query.number_hint import DIFFERENT_NUMBERS_FACTOR, different_numbers_hint
+from qkv.database.query.number_hint import (
+    DIFFERENT_NUMBERS_FACTOR,
+    different_numbers_hint,
+    have_different_whole_numbers,
+)
 from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table import cells
 from qkv.database.table.encoding import add_word_columns
@@ -388,7 +392,7 @@ class LocalBackend(AnswerBackend):
         if self.executor.missing_value_count and self.executor.missing_value_hint(self.query):
             return 0.0
         factor = min(1 / self.far_ratio, 1.0) if self.far_ratio else 1.0
-        if rows and different_numbers_hint(self.query, rows[0].key):
+        if rows and have_different_whole_numbers(self.query, rows[0].key):
             factor *= DIFFERENT_NUMBERS_FACTOR
         return factor
 

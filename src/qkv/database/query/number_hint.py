@@ -9,8 +9,10 @@ NUMBER = re.compile(r"(?<!\w)[-−+]?\d+(?:[.,]\d+)*|\d+")
 MAX_TEXT = 80
 """Longer texts often have numbers that do not matter."""
 
-DIFFERENT_NUMBERS_FACTOR = 2 / 3
-"""Such answers are right this often, relative to what their weights say (`bench.retrieval`)."""
+WHOLE_NUMBER = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*(?!\w)")
+"""A number that is not a part of a code such as 82576NS, in which typos split numbers."""
+DIFFERENT_NUMBERS_FACTOR = 0.5
+"""The confidence is multiplied by this if `have_different_whole_numbers`."""
 
 
 def find_numbers(text: str) -> list[str]:
@@ -40,3 +42,17 @@ def different_numbers_hint(query: Any, key: Any) -> str:
     if not (only_asked and only_found):
         return ""
     return f"the best key has the number {only_found[0]}, the query {only_asked[0]}"
+
+
+def have_different_whole_numbers(query: Any, key: Any) -> bool:
+    """Return whether each of two short texts has a number, as a word, that the other lacks.
+
+    >>> have_different_whole_numbers("Room 250", "Room 150")
+    True
+    >>> have_different_whole_numbers("Intel 82r76NS", "Intel 82576NS")
+    False
+    """
+    if not different_numbers_hint(query, key):
+        return False
+    asked, found = (set(WHOLE_NUMBER.findall(text)) for text in (query, key))
+    return bool(asked - found and found - asked)
