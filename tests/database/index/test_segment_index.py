@@ -178,3 +178,20 @@ def test_metrics():
         assert isinstance(find_metric(score, 4), str)
     assert scale_by_temperature(METRICS[0], Softmax(0.5)).slope == 2.0
     assert scale_by_temperature(METRICS[0], Softmax(np.ones((3, 1)))) is None
+
+
+def test_the_file_of_an_index_leaves_memory():
+    """The other arrays are no views into the memory of the codes, which are in the lists."""
+    x = make_vectors(METRICS[0])
+    arrays = build(METRICS[0], x)
+    memory = np.concatenate([a.reshape(-1).view(np.uint8) for a in arrays.values()])
+    starts = np.cumsum([0, *(a.nbytes for a in arrays.values())])
+    parts = {
+        name: memory[start : start + a.nbytes].view(a.dtype).reshape(a.shape)
+        for start, (name, a) in zip(starts.tolist(), arrays.items(), strict=False)
+    }
+    index = SegmentIndex(parts, describe_arrays(METRICS[0]), ROWS, WIDTH)
+    merged = MergedLists([index])
+    left = index.mean, index.spread, index.start, index.row_of_entry, index.bounds
+    assert index.code is None and not any(np.shares_memory(memory, a) for a in left)
+    assert merged.rows == ROWS

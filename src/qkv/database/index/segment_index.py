@@ -237,10 +237,12 @@ class SegmentIndex:
         _check_arrays(arrays, rows, width)
         self.metric: str = metric
         self.rows, self.width = rows, width
-        self.mean, self.spread = arrays["mean"], arrays["spread"]
-        self.start = arrays["start"]
+        # Copies: all arrays may lie in the memory of one file, which the codes fill.
+        names = "mean", "spread", "start", "row", "bounds"
+        self.mean, self.spread, self.start, self.row_of_entry, self.bounds = (
+            arrays[name].copy() for name in names
+        )
         self.counts = np.diff(self.start)
-        self.row_of_entry, self.bounds = arrays["row"], arrays["bounds"]
         self.code: np.ndarray | None = arrays["code"]
         self.is_8_bit = self.code.dtype == np.uint8
 
@@ -299,18 +301,25 @@ class MergedLists:
             bounds = np.ascontiguousarray(first.bounds, np.float32)
             faiss.copy_array_to_vector(bounds.reshape(-1), lists.sq.trained)
         lists.is_trained = True
+        # Lists that grow with each segment would take up to twice the memory.
+        filled = np.zeros(first.list_count, np.int64)
+        counts = np.sum([segment.counts for segment in self.segments], axis=0)
+        for i, count in enumerate(counts.tolist()):
+            lists.invlists.resize(i, count)
         for segment, number in zip(self.segments, self.first_numbers.tolist(), strict=True):
             assert segment.code is not None
             numbers = segment.row_of_entry.astype(np.int64) + number
             codes = np.ascontiguousarray(segment.code).view(np.uint8)
-            ends = segment.start.tolist()
+            ends, places = segment.start.tolist(), filled.tolist()
             for i, (begin, end) in enumerate(itertools.pairwise(ends)):
                 if end > begin:
                     part, part_codes = numbers[begin:end], codes[begin:end]
-                    lists.invlists.add_entries(
-                        i, len(part), faiss.swig_ptr(part), faiss.swig_ptr(part_codes)
+                    lists.invlists.update_entries(
+                        i, places[i], len(part), faiss.swig_ptr(part), faiss.swig_ptr(part_codes)
                     )
+            filled += segment.counts
             segment.code = None
+            del codes
         lists.ntotal = self.rows
         return lists
 
