@@ -45,3 +45,23 @@ def test_scores_of_16_bits_are_summed_in_32(name):
     got, want = WEIGHTINGS[name](s), WEIGHTINGS[name](s.astype("float64"))
     assert got.dtype == np.float16
     np.testing.assert_allclose(got, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "weighting", ["softmax", "sparsemax", "hard", "raw", "sigmoid", qkv.weightings.TopK(3)]
+)
+def test_masked_rows_of_one_numpy_query_are_ignored(weighting, bad):
+    """The scores of one query are filled, and its sum is checked, instead of keys and values."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(2, 1, 16)), rng.normal(size=(2, 40, 16)), rng.normal(size=(2, 40, 3))
+    live = rng.random((1, 40)) > 0.4
+    want = qkv.attend(q, k[:, live[0]], v[:, live[0]], weighting=weighting)
+    k[:, ~live[0]], v[:, ~live[0]] = bad, bad
+    np.testing.assert_allclose(qkv.attend(q, k, v, weighting=weighting, mask=live), want)
+    none = qkv.attend(q, k, v, weighting=weighting, mask=np.zeros((1, 40), bool))
+    np.testing.assert_array_equal(none, 0)
+    v[0, np.flatnonzero(live[0])[0], 1] = bad
+    got = qkv.attend(q, k, v, weighting=weighting, mask=live)
+    want = qkv.attend(q, k[:, live[0]], v[:, live[0]], weighting=weighting)
+    np.testing.assert_allclose(got, want)
