@@ -154,7 +154,7 @@ class Jax(Framework):
     def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
         if power != 2 or not _has_expanded_squares(query, key):
             return None
-        return _square_with_products(_square_differences, query, key)
+        return _square_with_products(partial(_expand_squares, lambda *_: None), query, key)
 
     def has_sum_differences(self, query: Array) -> bool:
         return _has_expanded_squares(query, query)
