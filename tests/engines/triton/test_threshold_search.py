@@ -23,8 +23,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
+@pytest.fixture(autouse=True, params=["", "stored"])
+def small_tiles(monkeypatch, request):
+    """Search small tiles, and stored scores where there are few rows."""
+    monkeypatch.setattr(thresholds, "MIN_STORED_KEYS", 1 if request.param else 2**30)
+    monkeypatch.setattr(thresholds, "MAX_STORED_COLUMNS", 16)
     monkeypatch.setattr(thresholds, "_choose_tile", lambda *_: tile_choice.Tile(16, 16, 16, 4, 2))
     monkeypatch.setattr(tile_choice, "MAX_FORWARD_TILE_WIDTH", 32)
 
@@ -221,6 +224,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     monkeypatch.setattr(tile_choice, "SHRUNK_TILES", {})
     tried = []
     plain = thresholds.entmax_kernel
+    monkeypatch.setattr(thresholds, "MIN_STORED_KEYS", 2**30)
 
     class Kernel:
         def __getattr__(self, name):
@@ -280,6 +284,7 @@ def test_masks_by_descriptors(monkeypatch, weighting, lead, kind):
         start(kernel, *rest)
 
     monkeypatch.setattr(launch, "launch_kernel", watched)
+    monkeypatch.setattr(thresholds, "MIN_STORED_KEYS", 2**30)
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     number = {"entmax": 1.5, "topk": 5}[weighting]
     for pairs, laid in ((mask, True), (torch.cat([mask, mask], -1)[..., 1:][..., :32], False)):

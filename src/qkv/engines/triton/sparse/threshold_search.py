@@ -5,6 +5,8 @@ tile by tile, with the functions of `forward.pool_kernel`. So all passes compute
 
 - entmax: the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1.
 - top-k: the k-th largest score, and the position up to which equal scores count.
+
+With few rows, `score_kernel` writes the scores once, and the search reads them (F.STORED).
 """
 
 # Nested `if`: the outer one is decided at compile time, the inner one on the device.
@@ -64,6 +66,8 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     """
     start, near = tile_positions(t, keys.at, F.COLS, F)
     j = (start + near)[None, :]
+    if F.STORED:
+        return tl.load(rows.pairs + (rows.at + j), mask=j < z.m, other=NEG_INFINITY)
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = compute_product(rows, keys, start, here, F)
     s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, scales.share, F)
@@ -85,6 +89,47 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
         live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         s = tl.where(live, s, NEG_INFINITY)
     return s
+
+
+@jit_kernel
+def score_kernel(given, out, scales, steps, z, line_stride, F: tl.constexpr):
+    """Write the scores of one tile of rows and one part of the keys to `out`, −∞ for excluded ones.
+
+    The line of a row has `line_stride` numbers, a multiple of 16. Scores of entmax are multiplied
+    by alpha − 1.
+    """
+    rows, keys, spot, edges, part = begin_row_program(given, None, None, steps, z, F)
+    scales = _scale_scores(scales, F)
+    line = out + (spot.line * (line_stride // 16 * 16))[:, None]
+    near = tl.arange(0, F.COLS)[None, :]
+    first = 0
+    last = (z.m + F.COLS - 1) // F.COLS
+    if F.SPLIT:
+        first = part * z.span
+        last = tl.minimum(first + z.span, last)
+    nothing = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    for t in tl.range(first, tl.minimum(edges[0], last)):
+        j = t * F.COLS + near
+        tl.store(line + j, nothing, mask=spot.inside[:, None] & (j < z.m))
+    for t in tl.range(edges[0], edges[3]):
+        j = t * F.COLS + near
+        s = _tile_scores(t, rows, keys, edges, scales, z, F)
+        tl.store(line + j, s, mask=spot.inside[:, None] & (j < z.m))
+    for t in tl.range(tl.maximum(edges[3], first), last):
+        j = t * F.COLS + near
+        tl.store(line + j, nothing, mask=spot.inside[:, None] & (j < z.m))
+
+
+@triton.jit
+def _scale_scores(scales, F):
+    """Return the scales of the scores: entmax multiplies them by alpha − 1, after a score_mod."""
+    factor = 1.0
+    if F.WEIGHTING == "entmax":
+        factor = scales.alpha - 1.0
+    inner = 1.0 if F.HAS_MOD else factor  # a score_mod gets the scores themselves
+    return Scales(
+        scales.scale * inner, scales.alpha, scales.times * factor, inner, scales.square_scale
+    )
 
 
 @triton.jit
@@ -238,11 +283,7 @@ def entmax_kernel(
     if is_skipped(given, lists, z, F):
         return
     rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
-    slim = scales.alpha - 1.0
-    inner = 1.0 if F.HAS_MOD else slim  # a score_mod gets the scores themselves
-    scales = Scales(
-        scales.scale * inner, scales.alpha, scales.times * slim, inner, scales.square_scale
-    )
+    scales = _scale_scores(scales, F)
     if F.PHASE == 2:
         t = tl.load(out + spot.line)
         bad = t != t
@@ -365,7 +406,7 @@ def topk_kernel(
     `support_lists`.
     """
     rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
-    scales = Scales(scales.scale, scales.alpha, scales.times, 1.0, scales.square_scale)
+    scales = _scale_scores(scales, F)
     peaks, _, floor, count = _column_maxima(rows, keys, edges, scales, z, F, False, True)
     bad = _has_nan_or_inf(peaks)
     few = count <= top_k
@@ -397,13 +438,18 @@ def topk_kernel(
         above_three = tl.zeros((F.ROWS,), tl.int32)
         for tile in tl.range(edges[0], edges[3]):
             s = _tile_scores(tile, rows, keys, edges, scales, z, F)
-            three_counts = tl.where(s >= first, 1, 0)
-            three_counts += tl.where(s >= second, COUNT_FIELD_SIZE, 0)
-            three_counts += tl.where(s >= third, COUNT_FIELD_SIZE * COUNT_FIELD_SIZE, 0)
-            tile_counts = tl.sum(three_counts, 1)
-            above_one += tile_counts % COUNT_FIELD_SIZE
-            above_two += tile_counts // COUNT_FIELD_SIZE % COUNT_FIELD_SIZE
-            above_three += tile_counts // (COUNT_FIELD_SIZE * COUNT_FIELD_SIZE)
+            if F.COLS < COUNT_FIELD_SIZE:
+                three_counts = tl.where(s >= first, 1, 0)
+                three_counts += tl.where(s >= second, COUNT_FIELD_SIZE, 0)
+                three_counts += tl.where(s >= third, COUNT_FIELD_SIZE * COUNT_FIELD_SIZE, 0)
+                tile_counts = tl.sum(three_counts, 1)
+                above_one += tile_counts % COUNT_FIELD_SIZE
+                above_two += tile_counts // COUNT_FIELD_SIZE % COUNT_FIELD_SIZE
+                above_three += tile_counts // (COUNT_FIELD_SIZE * COUNT_FIELD_SIZE)
+            else:
+                above_one += tl.sum((s >= first).to(tl.int32), 1)
+                above_two += tl.sum((s >= second).to(tl.int32), 1)
+                above_three += tl.sum((s >= third).to(tl.int32), 1)
         bracket = (low, high, count, count_high)
         bracket = _narrow_bracket(bracket, one, above_one, top_k)
         bracket = _narrow_bracket(bracket, two, above_two, top_k)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton.launching import tile_choice, workspace
+from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import (
     SCHEMA_ARGUMENTS,
     KernelCall,
@@ -20,8 +20,20 @@ from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.launching.torch_operator import register_operator
 from qkv.engines.triton.sparse import support_lists
 from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
-from qkv.engines.triton.sparse.threshold_search import LAST_POSITION, entmax_kernel, topk_kernel
+from qkv.engines.triton.sparse.threshold_search import (
+    LAST_POSITION,
+    entmax_kernel,
+    score_kernel,
+    topk_kernel,
+)
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
+
+MAX_STORED_BYTES = 2**28
+"""The most bytes of scores that a search writes and reads, instead of computing them again."""
+MIN_STORED_KEYS = 512
+"""The fewest keys for which writing the scores is worth its launch."""
+MAX_STORED_COLUMNS = 4096
+"""The most scores of a row that a search of stored scores reads at a time."""
 
 
 def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False) -> Tile:
@@ -51,7 +63,7 @@ def _launch_search(
     wide = wide or not call.has_product
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
-    call.constexprs |= {"SPLIT": False, "PACKED": False}
+    call.constexprs |= {"SPLIT": False, "PACKED": False, "STORED": False}
     # Without a descriptor, each thread would read the mask number by number.
     laid = not listed and call.can_use_descriptors and is_tma_readable(call.pairs)
 
@@ -81,6 +93,71 @@ def _launch_search(
 
     tile = _choose_tile(call.query, kernel, phase, call.constexprs["BY_COLUMN"])
     call.run_with_fitting_tile(kernel.__name__, tile, run_tile)
+
+
+def _is_stored(query: Tensor, key: Tensor, numbers: Numbers) -> bool:
+    """Return whether the scores of all rows are few enough to be stored, as for a decoding step."""
+    (b, h, n, _), (_, hk, m, _) = query.shape, key.shape
+    few_rows = n * (h // max(hk, 1)) <= tile_choice.MAX_PACKED_ROWS
+    enough_keys = numbers.form == "product" and m >= MIN_STORED_KEYS
+    return few_rows and enough_keys and 4 * b * h * n * m <= MAX_STORED_BYTES
+
+
+def _store_scores(given: Arrays, numbers: Numbers) -> Tensor:
+    """Return the scores (B, H, n, m) in float32, −∞ for excluded pairs; see `score_kernel`."""
+    call = KernelCall(*given, *numbers)
+    scores = workspace.allocate_aligned(call.query, (call.b, call.h, call.n, call.m))
+    packed = call.group > 1
+    rows = call.n * call.group if packed else call.n
+    lanes = call.b * (call.hk if packed else call.h)
+
+    def run_tile(tile: Tile) -> None:
+        wide = call.w > tile_choice.MAX_FORWARD_TILE_WIDTH or (
+            call.w > 64 and call.constexprs["SCORES"] != call.constexprs["PRECISION"]
+        )
+        programs = lanes * -(-rows // tile.rows)
+        splits, span = call.split_loop(programs, call.m, tile.cols, tile.waves)
+        known = call.pass_constexprs(tile, wide, splits) | call.listed_loop(tile).constexprs
+        known |= {"PHASE": 0, "STORED": False, "PACKED": packed, "LAID": False}
+        known["TMA"] = known["TMA"] and not (wide and packed)  # stacked rows are not contiguous
+        sizes = call.build_sizes(heads=lanes // call.b, rows_n=rows, splits=splits, span=span)
+        whole = (sizes, scores.stride(2))
+        call.launch_kernel(score_kernel, programs * splits, (scores,), None, whole, known, tile)
+
+    call.run_with_fitting_tile("split", call.choose_tile("split", rows), run_tile)
+    return scores
+
+
+def _search_stored(
+    kernel: Any, given: Arrays, numbers: Numbers, scores: Tensor,
+    outs: tuple[Tensor, ...], *whole: int,
+) -> None:  # fmt: skip
+    """Launch a search kernel over stored scores, with one program per row."""
+    query, key = given[:2]
+    few = Numbers(1.0, numbers.weighting, numbers.alpha)
+    call = KernelCall(*Arrays(query, key, key, pairs=scores), *few)
+    columns = min(max(tile_choice.next_power_of_2(call.m), 16), MAX_STORED_COLUMNS)
+    tile = Tile(1, columns, 16, max(columns // 256, 4), 2)
+    known = call.constexprs | {
+        "ROWS": 1,
+        "COLS": columns,
+        "WIDE": True,
+        "STORED": True,
+        "BLOCK_W": 16,
+        **dict.fromkeys(("PHASE", "LISTED", "MANY"), 0),
+        **dict.fromkeys(("SPLIT", "PACKED", "TMA", "LAID", "EDGES"), False),
+    }
+    arrays = (*outs, None, None, None, None)
+    with launch.use_device(query.device):
+        call.launch_kernel(
+            kernel,
+            call.b * call.h * call.n,
+            arrays,
+            None,
+            (call.build_sizes(), *whole),
+            known,
+            tile,
+        )
 
 
 def _allocate_outputs(
@@ -139,6 +216,9 @@ def find_thresholds(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             across,
         )
     outs: tuple[Tensor, ...] = (row_a,) if entmax else (row_a, row_b)
+    if not listed and _is_stored(query, key, numbers):
+        _search_stored(kernel, arrays, numbers, _store_scores(arrays, numbers), outs, *more)
+        return row_a, row_b, lists, across
     bits = (marks, across, lists) if listed else (None, None, None)
     _launch_search(kernel, arrays, numbers, (*outs, *bits), *more, phase=int(listed))
     if listed:

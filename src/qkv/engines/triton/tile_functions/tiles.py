@@ -267,8 +267,12 @@ def add_wide_product(
 def fold_columns(x):
     """Return the sums of every eighth column, (rows, 8), which add up to the row sums.
 
-    One thread holds such columns, so a loop that accumulates them needs no exchange of data.
+    One thread holds such columns, so a loop that accumulates them needs no exchange of data. A
+    single row is spread over all threads; its sum is returned in eight equal parts.
     """
+    if x.shape[0] == 1:
+        share = tl.sum(x, 1)[:, None] * (1 / PARTIAL_SUM_COLUMNS)
+        return tl.broadcast_to(share, (1, PARTIAL_SUM_COLUMNS))
     return tl.sum(
         tl.reshape(x, (x.shape[0], x.shape[1] // PARTIAL_SUM_COLUMNS, PARTIAL_SUM_COLUMNS)), 1
     )
