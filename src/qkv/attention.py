@@ -184,13 +184,13 @@ def attend(
         lse=return_lse,
         weights=return_weights,
     )
-    if signature is None and engine is None:
+    if signature is None and engine in (None, "triton"):
         evaluated = user_code.evaluate_functions(call)
         if evaluated is not None:
             formula: Any = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
             formula |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
             returned: Any = {"return_lse": return_lse, "return_weights": return_weights}
-            return attend(query, key, value, **formula, **returned)
+            return attend(query, key, value, **formula, **returned, engine=engine)
     arguments = (query, key, value, score, weighting, mask, seed)
     return plan_cache.run_first_call(
         call, choose_engine(call, engine), None if plan else signature, arguments
@@ -339,6 +339,8 @@ def _plan_call(
     # Pass a fixed seed, so that `explain` does not advance the caller's generator.
     formula = (mask, p, None if seed is None else 0, tolerance)
     call = build_call(query, key, value, score, weighting, *formula, lse=lse, weights=alpha)
+    if signature is None:
+        call = user_code.with_placeholder(call)
     return signature, plan, call, choose_engine(call, engine)
 
 

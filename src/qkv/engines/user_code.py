@@ -1,8 +1,11 @@
-"""Functions of the caller, on a framework that compiles calls: JAX and TensorFlow, when eager.
+"""Functions of the caller that run once, on the whole matrix, before the engine.
 
-A function is no cache key: what it captures may change between two calls. If it were compiled,
-every call would compile again. So it runs as it is, once, on the whole matrix. Its scores and
-booleans are arguments of a compiled plan.
+*On a framework that compiles calls* (JAX and TensorFlow, when eager) a function is no cache key:
+what it captures may change between two calls. If it were compiled, every call would compile again.
+So it runs as it is. Its scores and booleans are arguments of a compiled plan.
+
+*On a GPU* (PyTorch) the kernels read the scores like a float mask, so every weighting, mask and
+dropout works with them.
 """
 
 from __future__ import annotations
@@ -23,11 +26,19 @@ from qkv.scores import Constant, Modified, Score, evaluate_block
 from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
-from qkv.util.types import Array, Block, Span
+from qkv.util.types import Array, Arrays, Block, Gradients, Span
 from qkv.weightings import Softmax
 
 MAX_EVALUATED_NUMBERS = 2**26
 """The most numbers that a function may hold at once. More are computed in compiled blocks."""
+
+MAX_DEVICE_NUMBERS = 2**28
+"""The same on a GPU: 1 GiB in float32."""
+MAX_LEARNING_NUMBERS = 2**30
+"""The same on a GPU with gradients: autograd saves all results of the function."""
+
+MAX_NUMBERS_PER_COLUMN = 8
+"""Few calls hold more numbers than this per pair and column, so short calls are not measured."""
 
 MAX_CACHED_FUNCTIONS = 64
 
@@ -52,6 +63,41 @@ def evaluates_functions(call: Call) -> bool:
     return pairs * (_numbers_per_pair(call) if in_score else 1) <= MAX_EVALUATED_NUMBERS
 
 
+def evaluates_on_device(call: Call) -> bool:
+    """Return whether the scores of a function or a class of the caller are computed on a GPU."""
+    fw = call.fw
+    if not _is_own_score(call.score) or fw.device_block_numbers(call.query) is None:
+        return False
+    if call.at is not None or fw.is_traced(call.query) or isinstance(call.key, UnreadArray):
+        return False
+    if call.exceeds_float32 or fw.dtype_name(call.query) == "float64":
+        return False
+    learns = fw.needs_gradient(tree.array_leaves(fw, call))
+    pairs = math.prod(call.lead) * call.n * call.m
+    limit = MAX_LEARNING_NUMBERS if learns else MAX_DEVICE_NUMBERS
+    if not 0 < pairs <= limit:
+        return False
+    few = pairs * MAX_NUMBERS_PER_COLUMN * call.fw.static_shape(call.key)[-1] <= limit
+    return few or pairs * _numbers_per_pair(call) <= limit
+
+
+def _is_own_score(score: Score) -> bool:
+    """Return whether a score, or the one inside of it, is a function or a class of the caller."""
+    inner = getattr(score, "score", None)
+    if inner is not None:
+        return _is_own_score(inner)
+    return isinstance(score, UserScore) or not type(score).__module__.startswith("qkv.")
+
+
+def with_placeholder(call: Call) -> Call:
+    """Return the call with scores that have a shape but no values, if they would be computed."""
+    if not evaluates_on_device(call):
+        return call
+    fw = call.fw
+    values = fw.full((*call.lead, call.n, call.m), 0.0, call.upcast().query[..., :1, :1])
+    return replace(call, score=EvaluatedScore(values))
+
+
 def evaluates_scores(call: Call) -> bool:
     """Return whether `evaluate_functions` computes the scores of this call."""
     has_function = call.fw.compiles_calls and not _has_signature(call.fw, call.score)
@@ -63,6 +109,8 @@ def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
 
     None if the call has no function, or if it must run in blocks.
     """
+    if evaluates_on_device(call):
+        return EvaluatedScore(_evaluate_on_device(call)), call.rule
     if not evaluates_functions(call):
         return None
     fw, score, rule = call.fw, call.score, call.rule
@@ -74,6 +122,53 @@ def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
         if not _has_signature(fw, score):
             score = EvaluatedScore(_evaluate_score(replace(call, rule=rule)))
     return score, rule
+
+
+def _evaluate_on_device(call: Call) -> Array:
+    """Return the scores in float32. Masked keys and queries are 0."""
+    fw, fresh = call.fw, call.upcast()
+    block = calls.make_block(fresh)
+    live = calls.compute_live_pairs(fresh, block)
+    query = calls.zero_masked_queries(fresh, fresh.query, live)
+    key = calls.repeat_shared_heads(fresh, calls.zero_masked_rows(fresh, fresh.key, live))
+    is_16bit, score = fresh is not call, fresh.score
+
+    def compute(query: Array, key: Array) -> Array:
+        if isinstance(score, UserScore):
+            return score.compute_scores(query, key)
+        return evaluate_block(score, query, key, block)
+
+    with fw.use_own_settings():
+        if not is_16bit:
+            return fw.astype(compute(query, key), "float32")
+        if fw.needs_gradient(tree.array_leaves(fw, fresh)):
+            return fw.astype(_evaluate_with_gradient(fw, compute, query, key), "float32")
+        with fw.use_tensor_cores():
+            return fw.astype(compute(query, key), "float32")
+
+
+def _evaluate_with_gradient(fw: Framework, compute: Any, query: Array, key: Array) -> Array:
+    """Return compute(query, key) with a gradient whose products run on tensor cores too.
+
+    The backward pass computes the scores again.
+    """
+    try:
+        function, captured = fw.hoist_captures(compute, query[..., :1, :], key[..., :1, :])
+    except Exception:  # a function may need all rows
+        return compute(query, key)
+
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
+        with fw.use_tensor_cores():
+            return (function(*arrays),), ()
+
+    def backward(arrays: Arrays, saved: Arrays, gradients: Arrays) -> Gradients:
+        with fw.use_tensor_cores():
+            return fw.vjp(function, *arrays)[1](gradients[0])
+
+    def reference(*arrays: Array) -> Arrays:
+        return (function(*arrays),)
+
+    return fw.run_differentiable(forward, backward, reference, (query, key, *captured))[0]
 
 
 @dataclass

@@ -29,6 +29,7 @@ from qkv.frameworks.base import (
 )
 from qkv.frameworks.squares import NeedsExact, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
+from qkv.frameworks.torch_products import use_tensor_cores
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import (
     Array,
@@ -743,6 +744,9 @@ class Torch(Framework):
 
     def device_block_numbers(self, like: Array) -> int | None:
         return MAX_DEVICE_BLOCK_NUMBERS if like.is_cuda else None
+
+    def use_tensor_cores(self) -> AbstractContextManager[object]:
+        return use_tensor_cores()
 
     def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
         if self.is_traced(query) or _is_wrapper_subclass(query) or _is_wrapper_subclass(key):

@@ -11,7 +11,7 @@ from qkv.errors import DtypeError, call_user_function
 from qkv.frameworks import get_framework
 from qkv.scores.base import Score
 from qkv.scores.registry import resolve_inner_score
-from qkv.scores.user_score import UserScore, check_user_scores
+from qkv.scores.user_score import UserScore, check_user_scores, copy_scores
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Block, Shape, Span
 
@@ -66,7 +66,8 @@ class Modified(Score):
         out = call_user_function(
             self.score_mod, s, *at, takes=f"score_mod must take {SCORE_MOD_SIGNATURE}"
         )
-        out = check_user_scores("score_mod", out, query, key)
+        check_user_scores("score_mod", out, query, key)
+        out = copy_scores(out)
         # Integer positions times 0.5 are float64 in some frameworks.
         return get_framework(s).astype(out, get_framework(s).dtype_name(s))
 

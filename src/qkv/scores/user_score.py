@@ -22,6 +22,10 @@ class UserScore(Score):
     function: Callable[[Array, Array], Array]
 
     def __call__(self, query: Array, key: Array) -> Array:
+        return copy_scores(self.compute_scores(query, key))
+
+    def compute_scores(self, query: Array, key: Array) -> Array:
+        """Return the function's own array, which the caller must not overwrite."""
         s = call_user_function(
             self.function,
             query,
@@ -29,7 +33,8 @@ class UserScore(Score):
             takes=f"{USER_SCORE_LABEL} must take (query, key)",
             hint=SCORE_MOD_HINT,
         )
-        return check_user_scores(USER_SCORE_LABEL, s, query, key)
+        check_user_scores(USER_SCORE_LABEL, s, query, key)
+        return s
 
     def check_shapes(self, query: Shape, key: Shape) -> None:
         """Accept all shapes: only the function knows what it can compare."""
@@ -38,8 +43,8 @@ class UserScore(Score):
         return 2 * max(width, 1)  # assume that the function builds a (…, n, m, d) array
 
 
-def check_user_scores(who: str, s: Any, query: Array, key: Array) -> Array:
-    """Check that a user's function returned an array (…, n, m) of scores, and return a copy."""
+def check_user_scores(who: str, s: Any, query: Array, key: Array) -> None:
+    """Check that a user's function returned an array (…, n, m) of scores."""
     fw = get_framework(query)
     expected = (*fw.static_shape(query)[:-1], fw.static_shape(key)[-2])
     if not is_array(s) or get_framework(s) is not fw:
@@ -57,6 +62,11 @@ def check_user_scores(who: str, s: Any, query: Array, key: Array) -> Array:
             f"{who} returned shape {shape} for a query {fw.static_shape(query)} and a key "
             f"{fw.static_shape(key)}; expected {expected}"
         )
+
+
+def copy_scores(s: Array) -> Array:
+    """Return floats that an engine may overwrite: the function may still use its array."""
+    fw = get_framework(s)
     if fw.has_immutable_arrays and "float" in fw.dtype_name(s):
         return s
-    return s + 0.0  # copy: engines overwrite blocks, and the function may still use its array
+    return s + 0.0

@@ -117,6 +117,18 @@ def test_half_the_bits(score, dtype):
     np.testing.assert_allclose(lse.cpu().double().numpy(), expected, atol=4e-2)
 
 
+@pytest.mark.parametrize("weighting", ["softmax", "sparsemax", weightings.TopK(3), "sigmoid"])
+def test_a_score_mod_of_distances_in_16_bits(weighting):
+    """A score_mod needs the whole distance, also where a constant per row changes no weight."""
+    torch.manual_seed(0)
+    arrays = [torch.randn(2, 2, n, 8, device=DEVICE, dtype=torch.float16) for n in (5, 9, 9)]
+    score = scores.Modified(scores.Gaussian(2.0), lambda s, b, h, i, j: torch.tanh(2 * s))
+    wide = [x.double() for x in arrays]
+    want = qkv.attend(*wide, score=score, weighting=weighting, engine="dense")
+    got = qkv.attend(*arrays, score=score, weighting=weighting, engine="triton")
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-3)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "weighting", "mask"),

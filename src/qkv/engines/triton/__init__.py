@@ -41,6 +41,7 @@ from qkv.masks.band import Band
 from qkv.masks.base import ArrayMask
 from qkv.scores import Additive, Cosine, Dot, Gaussian, Modified, Multiplicative, ScaledDot
 from qkv.scores.distance import ExpandedGaussian
+from qkv.scores.functions import EvaluatedScore
 from qkv.util.caches import create_table
 from qkv.util.types import Array
 from qkv.weightings import Hard, Softmax
@@ -93,7 +94,7 @@ def unsupported_reason(call: Call) -> str | None:
         return _score_mod_reason(call)
     if _is_plain_additive(call):
         return None
-    if not kernel_form(call.score):
+    if not (kernel_form(call.score) or isinstance(call.score, EvaluatedScore)):
         found = kernel_lowering(call)
         if isinstance(found, str):
             return found
@@ -169,6 +170,9 @@ def _mask_too_large_reason(
 def slower_reason(call: Call) -> str | None:
     if call.query.device.type != "cuda":
         return "Triton's interpreter is slow, for tests only"
+    pairs = math.prod(call.lead) * call.n * call.m
+    if isinstance(call.score, EvaluatedScore) and pairs <= streaming.MAX_DENSE_NUMBERS:
+        return "the scores exist already, and are few: dense is as good"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
     simple = simple and streaming.slower_reason(call) is None  # otherwise `dense` is chosen
@@ -192,6 +196,8 @@ def describe(call: Call) -> str:
             f"tanh by up to {TANH_FUNCTION_PAIRS} pairs of functions, error at most "
             f"{TANH_ERROR:.1g}; exact tanh beyond their range"
         )
+    if isinstance(call.score, EvaluatedScore):
+        return "the function of the score runs once; the kernels read its scores like a float mask"
     parts = [_describe_scores(kernel_form(call.score))]
     if isinstance(call.score, Modified):
         parts.append("score_mod compiled into the kernels")
@@ -352,7 +358,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
             if additive_projection.is_supported(*arrays[:2], *held)
             else None
         )
-    if kernel_form(score):
+    if kernel_form(score) or isinstance(score, EvaluatedScore):
         return None
     score = kernel_lowering(call)[0]
     if type(score) not in (Dot, ScaledDot, ExpandedGaussian):

@@ -23,6 +23,7 @@ from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, ScaledDot, S
 from qkv.scores.additive import SeparableAdditive
 from qkv.scores.base import DotProductForm
 from qkv.scores.distance import ExpandedGaussian
+from qkv.scores.functions import EvaluatedScore
 from qkv.util.types import Array
 from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
 
@@ -180,13 +181,16 @@ def build_mask_array(call: Call, bounds: MaskBounds) -> Array | None:
     """Return the rules as one array (B or 1, H or 1, n or 1, m or 1); None: there are none.
 
     Floats if a rule adds to the scores, with −∞ for excluded pairs; else bytes, 0 for excluded.
+    Scores that exist already are added too.
     """
     import torch
 
-    allowed, bias = None, None
+    allowed: Any = None
+    bias: Any = call.score.values if isinstance(call.score, EvaluatedScore) else None
     for rule in bounds.rules:
         if isinstance(rule, ArrayMask) and rule.is_bias:
-            bias = rule.values if rule.values.dtype != torch.float64 else rule.values.float()
+            own = rule.values if rule.values.dtype != torch.float64 else rule.values.float()
+            bias = own if bias is None else bias + own
             continue
         some = rule.allowed_pairs(calls.make_block(call))
         if some is not None:
@@ -351,7 +355,7 @@ def call_with_form(call: Call, is_modified: bool = False) -> tuple[Call, DotProd
     if not needs_merged_squares(call):
         found = kernel_lowering(call)
         assert not isinstance(found, str)
-        form = build_dot_product_form(call, found[0])
+        form = build_dot_product_form(call, found[0], is_modified)
         if not is_modified or form.offset is None:
             return call, form
     wide = call.upcast()
@@ -365,8 +369,11 @@ def call_with_form(call: Call, is_modified: bool = False) -> tuple[Call, DotProd
     return wide, DotProductForm(query, key, gate_query=form.gate_query, gate_key=form.gate_key)
 
 
-def build_dot_product_form(call: Call, score: Score) -> DotProductForm:
-    """Return `score.dot_product_form`; kernels compute norms of 16-bit rows in one pass."""
+def build_dot_product_form(call: Call, score: Score, keeps_offset: bool = False) -> DotProductForm:
+    """Return `score.dot_product_form`; kernels compute norms of 16-bit rows in one pass.
+
+    Unless it `keeps_offset`, a constant that changes no weight may be left out of a row's scores.
+    """
     if isinstance(score, SeparableAdditive):
         rows = (call.query, call.key)
         wide = score.dot_product_form(*[x.float() if is_16bit(call) else x for x in rows])
@@ -380,12 +387,24 @@ def build_dot_product_form(call: Call, score: Score) -> DotProductForm:
                 norms.normalize_rows(call.query), norms.normalize_rows(call.key), scale=scale
             )
         if isinstance(score, ExpandedGaussian) and not is_array(score.bandwidth):
-            return expanded_form(call, score.bandwidth)
+            return expanded_form(call, score.bandwidth, keeps_offset=keeps_offset)
         if any(x.dtype != call.query.dtype for x in tree.array_leaves(call.fw, score)):
             form = score.dot_product_form(call.query.float(), call.key.float())  # rounded once
             dtype = call.query.dtype
             return form._replace(query=form.query.to(dtype), key=form.key.to(dtype))
     return score.dot_product_form(call.query, call.key)
+
+
+ZERO_WIDTH = 16
+"""The width of vectors whose products are 0."""
+
+
+def build_zero_form(call: Call) -> DotProductForm:
+    """Return the form of scores that exist already: 0, to which the kernels add them as a mask."""
+    query, key = (
+        cast(Any, x).new_zeros((*x.shape[:-1], ZERO_WIDTH)) for x in (call.query, call.key)
+    )
+    return DotProductForm(query, key)
 
 
 def in_one_dtype(call: Call) -> Call:
@@ -409,7 +428,9 @@ def _pad_width(x: Any) -> Any:
     return torch.nn.functional.pad(x, (0, -width % step))
 
 
-def expanded_form(call: Call, bandwidth: float, share: float = 1.0) -> DotProductForm:
+def expanded_form(
+    call: Call, bandwidth: float, share: float = 1.0, keeps_offset: bool = False
+) -> DotProductForm:
     """Return the form of `ExpandedGaussian` without a centre; the bias is multiplied by `share`.
 
     The squares are precise enough in float32.
@@ -417,7 +438,7 @@ def expanded_form(call: Call, bandwidth: float, share: float = 1.0) -> DotProduc
     from qkv.engines.triton import norms
 
     scale = 1 / bandwidth**2
-    shown = call.wants_lse or is_shift_sensitive(call)
+    shown = keeps_offset or call.wants_lse or is_shift_sensitive(call)
     offset = norms.squared_norms(call.query, -scale / 2) if shown else None
     bias = norms.squared_norms(call.key, -scale * share / 2)
     return DotProductForm(call.query, call.key, bias, offset, scale=scale)
@@ -462,6 +483,8 @@ def build_kernel_arrays(
     if distance:
         call, query, key, scale, square_scale, caps = build_distance_form(call)
         form = DotProductForm(query, key, scale=scale)
+    elif isinstance(score, EvaluatedScore):
+        form = build_zero_form(call)
     elif not expanded:
         call, form = call_with_form(call, bool(score_mods))
     weighting: Any = call.weighting
