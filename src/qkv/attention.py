@@ -191,6 +191,13 @@ def attend(
             formula |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
             returned: Any = {"return_lse": return_lse, "return_weights": return_weights}
             return attend(query, key, value, **formula, **returned, engine=engine)
+        if spans := user_code.split_queries(call):
+            options: Any = {"score": score, "weighting": weighting, "tolerance": tolerance}
+            options |= {"return_lse": return_lse, "engine": engine}
+            parts = [
+                attend(call.fw.slice_span(call.query, x, -2), key, value, **options) for x in spans
+            ]
+            return _join_queries(call, parts)
     arguments = (query, key, value, score, weighting, mask, seed)
     return plan_cache.run_first_call(
         call, choose_engine(call, engine), None if plan else signature, arguments
@@ -342,6 +349,14 @@ def _plan_call(
     if signature is None:
         call = user_code.with_placeholder(call)
     return signature, plan, call, choose_engine(call, engine)
+
+
+def _join_queries(call: Call, parts: list[Any]) -> Any:
+    """Return the results of all queries from those of spans of them."""
+    xp = call.fw.xp
+    if not call.wants_lse:
+        return xp.concat(parts, axis=-2)
+    return xp.concat([x[0] for x in parts], axis=-2), xp.concat([x[1] for x in parts], axis=-1)
 
 
 def _require_value(value: A | None) -> A:

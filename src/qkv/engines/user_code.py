@@ -65,20 +65,43 @@ def evaluates_functions(call: Call) -> bool:
 
 def evaluates_on_device(call: Call) -> bool:
     """Return whether the scores of a function or a class of the caller are computed on a GPU."""
+    if not _may_evaluate_on_device(call):
+        return False
+    limit = MAX_LEARNING_NUMBERS if _learns(call) else MAX_DEVICE_NUMBERS
+    pairs = math.prod(call.lead) * call.n * call.m
+    if not 0 < pairs <= limit:
+        return False
+    few = pairs * MAX_NUMBERS_PER_COLUMN * call.fw.static_shape(call.key)[-1] <= limit
+    return few or pairs * _numbers_per_pair(call) <= limit
+
+
+def split_queries(call: Call) -> list[Span]:
+    """Return the spans of queries whose scores fit on a GPU, if not all do; else an empty list.
+
+    Each span is then a call of its own. Calls with a gradient run in the blocks of `streaming`,
+    which keep no scores.
+    """
+    if not _may_evaluate_on_device(call) or _learns(call) or evaluates_on_device(call):
+        return []
+    whole = call.rule is not None or call.dropout or call.wants_weights
+    if whole or tree.array_leaves(call.fw, call.weighting):
+        return []
+    each = math.prod(call.lead) * call.m * _numbers_per_pair(call)
+    size = MAX_DEVICE_NUMBERS // each if each else 0
+    return [Span(at, min(size, call.n - at)) for at in range(0, call.n, size)] if size else []
+
+
+def _may_evaluate_on_device(call: Call) -> bool:
     fw = call.fw
     if not _is_own_score(call.score) or fw.device_block_numbers(call.query) is None:
         return False
     if call.at is not None or fw.is_traced(call.query) or isinstance(call.key, UnreadArray):
         return False
-    if call.exceeds_float32 or fw.dtype_name(call.query) == "float64":
-        return False
-    learns = fw.needs_gradient(tree.array_leaves(fw, call))
-    pairs = math.prod(call.lead) * call.n * call.m
-    limit = MAX_LEARNING_NUMBERS if learns else MAX_DEVICE_NUMBERS
-    if not 0 < pairs <= limit:
-        return False
-    few = pairs * MAX_NUMBERS_PER_COLUMN * call.fw.static_shape(call.key)[-1] <= limit
-    return few or pairs * _numbers_per_pair(call) <= limit
+    return not call.exceeds_float32 and fw.dtype_name(call.query) != "float64"
+
+
+def _learns(call: Call) -> bool:
+    return call.fw.needs_gradient(tree.array_leaves(call.fw, call))
 
 
 def _is_own_score(score: Score) -> bool:

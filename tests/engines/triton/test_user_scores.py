@@ -139,8 +139,22 @@ def test_the_function_runs_once(monkeypatch):
     assert "runs once" in str(explained)
     monkeypatch.setattr(user_code, "MAX_DEVICE_NUMBERS", 100)
     with pytest.raises(EngineError, match="UserScore"):
-        qkv.attend(*arrays, score=score, engine="triton")
+        qkv.attend(*arrays, score=score, engine="triton", mask=masks.causal)
     assert qkv.explain(*arrays, score=score).engine in ("streaming", "dense")
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_many_queries_are_several_calls(monkeypatch, lse):
+    monkeypatch.setattr(user_code, "MAX_DEVICE_NUMBERS", 2 * 4 * 9 * 4)  # four of six queries
+    arrays = [x.detach() for x in draw_arrays()]
+    seen = []
+
+    def score(query, key):
+        seen.append(query.shape[-2])
+        return query @ key.mT
+
+    compare_with_dense(arrays, score=score, return_lse=lse)
+    assert {4, 2} <= set(seen)
 
 
 @pytest.mark.parametrize("engine_name", [None, "triton"])
