@@ -147,3 +147,16 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
 def test_a_loop_is_split_where_processors_are_idle(monkeypatch, programs, rows, waves, result):
     monkeypatch.setattr(launch, "count_processors", lambda device: 132)
     assert launch.split_loop(torch.device("cpu"), programs, rows, 64, waves) == result
+
+
+@pytest.mark.parametrize(
+    ("by_tile", "laid", "expected"), [(False, False, 0), (True, False, 1), (False, True, 1)]
+)
+def test_descriptors_of_rows_and_of_masks_get_memory(kernel, monkeypatch, by_tile, laid, expected):
+    """A thread that has launched nothing before has no allocator."""
+    placed = []
+    monkeypatch.setattr(launch, "set_descriptor_memory", placed.append)
+    tile = PLAIN._replace(uses_descriptors=by_tile)
+    arguments = ((3, 2), (X, None), (0.5,), (16, 1, 7), {"A": 1, "LAID": laid}, tile)
+    launch.launch_kernel(kernel, *arguments)
+    assert len(placed) == expected

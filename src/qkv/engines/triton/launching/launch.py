@@ -208,7 +208,8 @@ def launch_kernel(
     if dry_run_jobs is not None:
         return
     # Triton's launcher skips compile-time arguments, but expects them in the list.
-    launch = Launch(compiled, grid, (*numbers, constexprs), tile.uses_descriptors, record_length)
+    has_descriptors = uses_descriptors(tile, constants)
+    launch = Launch(compiled, grid, (*numbers, constexprs), has_descriptors, record_length)
     pointer_arguments = (
         (tuple(pointers[:record_length]), *pointers[record_length:]) if record_length else pointers
     )
@@ -217,6 +218,11 @@ def launch_kernel(
     if recording is not None:
         recording.launches.append((launch, pointers))
         recording.kept_alive.extend(flat)
+
+
+def uses_descriptors(tile: Tile, constants: dict[str, Any]) -> bool:
+    """Return whether a kernel makes descriptors, of rows or of a mask array (`F.LAID`)."""
+    return tile.uses_descriptors or bool(constants.get("LAID", False))
 
 
 def _compile_kernel(
