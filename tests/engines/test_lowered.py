@@ -234,3 +234,11 @@ def test_bandwidths_of_each_head_over_keys_that_heads_share(fw):
     score = scores.Gaussian(fw.make_array(rng.uniform(1, 2, size=(4, 1, 1)), "float64"))
     out, want = (qkv.attend(*inputs, score=score, engine=x) for x in ("lowered", "dense"))
     np.testing.assert_allclose(to_numpy(out), to_numpy(want), atol=1e-12)
+
+
+def test_a_learned_gaussian_that_fits_one_block_is_lowered():
+    """dense took it, whose differences take longer than dot products."""
+    torch = pytest.importorskip("torch")
+    q, k = (torch.zeros(1, 2, 512, 64) for _ in range(2))
+    score = qkv.scores.Gaussian(torch.tensor(4.0))
+    assert qkv.explain(q, k, k, score=score).engine == "lowered"

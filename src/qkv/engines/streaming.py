@@ -120,6 +120,8 @@ def _has_slow_blocks(call: Call) -> bool:
         return True
     if call.fw.name != "torch" or call.rule is not None:
         return False
+    if not (call.score.is_linear or isinstance(call.lowering, str)):
+        return False  # dot products in blocks are faster than the score itself
     learns = call.fw.needs_gradient(tree.array_leaves(call.fw, call))
     return learns or not call.weighting.needs_search
 
