@@ -55,6 +55,7 @@ def test_which_calls_it_takes(device):
     few = {"b": 1, "h": 1, "hk": 1}
     for shape in ({"w": 64}, {"w": 64, "d": 64}, {"dtype": torch.float32}, {"m": 100}, few):
         assert not fits(**shape)
+    assert not fits(b=64, h=8, hk=2, n=1), "a decoding step"
     assert not fits(bias=False)
     assert not fits(numbers=("average",))
     assert not fits(numbers=("softmax", 0.0, None, 0)), "causal"

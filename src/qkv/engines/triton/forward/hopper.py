@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from qkv.engines.triton.launching import launch
+from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.precompile import CompileNotifier
 from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions.tiles import (
@@ -278,6 +278,8 @@ def is_supported(call: Any) -> bool:
         return False
     if call.w != call.d or call.d not in TILES:
         return False
+    if call.n * call.group <= tile_choice.MAX_PACKED_ROWS:
+        return False  # a tile here holds the rows of one head, and most of it would be empty
     rows, cols, *_ = TILES[call.d]
     jobs = call.b * call.h * -(-call.n // (2 * rows))
     full = jobs >= launch.count_processors(call.query.device) and call.m >= cols
