@@ -48,13 +48,15 @@ def describe(call: Call) -> str:
 def build_direct_runner(call: Call) -> Callable[..., Array] | None:
     """Return the mean of the values as a function of `attend`'s arguments, or None.
 
-    It handles calls without an upcast. Values may have fewer heads than queries.
+    Values may have fewer heads than queries. Sums of 16-bit values are float32.
     """
     if call.wants_weights:
         return None
-    if type(call.weighting) is not Average or call.value is None or call.upcast() is not call:
+    if type(call.weighting) is not Average or call.value is None or call.exceeds_float32:
         return None
     fw, lead, own = call.fw, call.lead, call.fw.static_shape(call.value)[:-2]
+    dtype = fw.dtype_name(call.query)
+    is_16bit = dtype in ("float16", "bfloat16")
     if len(own) != len(lead) or own[:-1] != lead[:-1]:
         return None
     heads = None if own == lead else lead[-1]
@@ -62,8 +64,10 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
     def run_arrays(query: Array, key: Array, value: Array, *_: Any) -> Array:
         n, m = query.shape[-2], value.shape[-2]
         with fw.use_own_settings():
+            value = fw.astype(value, "float32") if is_16bit else value
             # A sum of large values may overflow, a product with 1 / m does not.
             mean = fw.matmul(fw.full((1, m), 1.0 / m, value), value)
+            mean = fw.astype(mean, dtype) if is_16bit else mean
             mean = mean if heads is None else fw.repeat_heads(mean, heads)
             return mean + fw.full((n, 1), 0.0, mean)  # a broadcast array could not be written to
 
