@@ -720,6 +720,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     out, _ = formulas.attend(**inputs, scale=0.3, pairs=torch.ones(1, 1, 32, 48))  # heads apart
     torch.autograd.grad(out.sum(), tuple(inputs.values()))
+    with torch.no_grad():
+        formulas.attend(**inputs, scale=0.3, adds_squares=True)
     both = {True, False}
     every = {
         "PAIRS": {0, 1, 2},
@@ -737,6 +739,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "ALONG": {0},  # test_weights
         "CAP": {0},  # test_engine
         "TANH": {0},  # test_exact, where all tiles are edges
+        "SQUARES": {False},  # but in the pass without a gradient
         "FORM": {"product"},  # test_distance has the other forms
         "WINDOW": {False},
         "BY_COLUMN": {False},
@@ -750,6 +753,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "ENDED": {False},  # of wide rows, which have a test of their own
     }
     narrower = {
+        ("pool_kernel", "SQUARES"): both,
         ("backward_keys_kernel", "CENTRED"): both,
         ("backward_queries_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
         ("backward_mask_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},

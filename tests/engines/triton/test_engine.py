@@ -129,6 +129,29 @@ def test_a_score_mod_of_distances_in_16_bits(weighting):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.lengths([40, 7]), "bool", "float"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_gaussian_with_few_queries(n, mask):
+    """The kernel computes the squares of the keys while it reads them."""
+    torch.manual_seed(n)
+    shapes = (2, 4, n, 24), (2, 2, 40, 24), (2, 2, 40, 8)
+    arrays = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
+    if isinstance(mask, str):
+        values = torch.randn(2, 1, n, 40, device=DEVICE)
+        mask = values if mask == "float" else values > 0
+    options = {"score": scores.Gaussian(4.0), "weighting": weightings.Softmax(0.5), "mask": mask}
+    want = qkv.attend(*(x.double() for x in arrays), **options, engine="dense", return_lse=True)
+    got = qkv.attend(*arrays, **options, engine="triton", return_lse=True)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
+    learned = [x.clone().requires_grad_() for x in arrays]  # the squares have a gradient
+    qkv.attend(*learned, **options, engine="triton").float().square().sum().backward()
+    wide = [x.double().requires_grad_() for x in arrays]
+    qkv.attend(*wide, **options, engine="dense").square().sum().backward()
+    for x, y in zip(learned, wide, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=5e-2, atol=5e-2)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "weighting", "mask"),

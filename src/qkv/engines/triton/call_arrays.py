@@ -429,8 +429,9 @@ def _pad_width(x: Any) -> Any:
 
 
 def expanded_form(
-    call: Call, bandwidth: float, share: float = 1.0, keeps_offset: bool = False
-) -> DotProductForm:
+    call: Call, bandwidth: float, share: float = 1.0, keeps_offset: bool = False,
+    has_bias: bool = True,
+) -> DotProductForm:  # fmt: skip
     """Return the form of `ExpandedGaussian` without a centre; the bias is multiplied by `share`.
 
     The squares are precise enough in float32.
@@ -440,8 +441,25 @@ def expanded_form(
     scale = 1 / bandwidth**2
     shown = keeps_offset or call.wants_lse or is_shift_sensitive(call)
     offset = norms.squared_norms(call.query, -scale / 2) if shown else None
-    bias = norms.squared_norms(call.key, -scale * share / 2)
+    bias = norms.squared_norms(call.key, -scale * share / 2) if has_bias else None
     return DotProductForm(call.query, call.key, bias, offset, scale=scale)
+
+
+def _adds_squares(call: Call) -> bool:
+    """Return whether the kernel computes the squares of a Gaussian's keys while it reads them.
+
+    That saves a pass over the keys, which counts where there are few queries. It has no gradient.
+    """
+    from qkv.engines.triton.launching.tile_choice import MAX_FORWARD_TILE_WIDTH, MAX_PACKED_ROWS
+
+    fw, (_, heads) = call.fw, batch_and_heads(call)
+    if type(call.weighting) is not Softmax or is_array(call.weighting.temperature):
+        return False
+    if fw.is_traced(call.query) or fw.needs_gradient(tree.array_leaves(fw, call)):
+        return False
+    width = fw.static_shape(call.key)[-1]
+    rows = call.n * (heads // max(count_key_heads(call), 1))
+    return rows <= MAX_PACKED_ROWS and width <= MAX_FORWARD_TILE_WIDTH
 
 
 def is_16bit(call: Call) -> bool:
@@ -491,8 +509,10 @@ def build_kernel_arrays(
     temperature: Any = getattr(weighting, "temperature", 1.0)
     share, cap = 1.0 if is_array(temperature) else 1 / temperature, compiled_cap(call)
     before = 1.0 if score_mods else share  # a score_mod gets the scores without temperature
+    adds_squares = expanded and _adds_squares(call)
     if expanded:
-        form = expanded_form(call, score.bandwidth, share)
+        form = expanded_form(call, score.bandwidth, share, has_bias=not adds_squares)
+        square_scale = -form.scale * share / 2 if adds_squares else square_scale
     scale = form.scale if distance else form.scale * before
     if distance:
         cap = 0.0 if caps is None else -1.0
@@ -548,6 +568,7 @@ def build_kernel_arrays(
         None if captured is None else captured.numbers,
         distance or "product",
         square_scale,
+        adds_squares,
     )  # fmt: skip
     arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
     if captured is not None:

@@ -64,7 +64,7 @@ def pool_tiles(
             p = live.to(tl.float32) if RULED else tl.full((F.ROWS, F.COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
         else:
-            x, _ = compute_product(rows, keys, start, here, F)
+            x, y = compute_product(rows, keys, start, here, F)
             if F.FOLD:
                 factor = scales.scale
                 if ADDED:
@@ -76,6 +76,9 @@ def pool_tiles(
                 p = tl.exp2(s * factor - base[:, None])
             else:
                 s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
+                if F.SQUARES:
+                    wide = y.to(tl.float32)
+                    s += tl.sum(wide * wide, 1)[None, :] * (scales.square_scale * F.BASE)
                 s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
                 if F.PAIRS == 2:
                     s = s + extra

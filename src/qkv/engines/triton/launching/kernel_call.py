@@ -41,7 +41,7 @@ class Numbers(NamedTuple):
 
     `alpha` is also the k of top-k. `hashed` is the number of heads per batch in the hash of
     dropout. A call with a `cap` has no bias. Under a transform, there are no `functions`. `form` is
-    one of FORMS.
+    one of FORMS. `adds_squares` adds square_scale · ‖ψ‖² to the products, without a gradient.
     """
 
     scale: float
@@ -59,6 +59,7 @@ class Numbers(NamedTuple):
     captured_numbers: tuple[int, ...] | None = None
     form: str = "product"
     square_scale: float = 1.0
+    adds_squares: bool = False
 
     @property
     def has_score_mod(self) -> bool:
@@ -168,13 +169,15 @@ class KernelCall:
         plain = self.form == "product"
         self.can_use_descriptors = plain and launch.has_tma(self.query.device) and even > 0
         quick = plain and not (numbers.cap or self.functions or self.tile_lists.is_possible)
+        quick = quick and not numbers.adds_squares
         self.float_mask_bytes = self._measure_float_mask(numbers.times) if quick else 0
         known = [x is not None for x in there]
         facts = _base_constexprs(
             self.w, self.d, self.query.dtype, self.weighting, alpha, kind, *known
         )
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
-        self.constexprs = facts | own | {"CAP": numbers.cap} | _form_constexprs(self.form, self.w)
+        own |= {"CAP": numbers.cap, "SQUARES": numbers.adds_squares}
+        self.constexprs = facts | own | _form_constexprs(self.form, self.w)
         if self.constexprs["BY_COLUMN"]:
             self.constexprs["BLOCK_D"] = max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS)
         if self.functions is not None:
@@ -183,7 +186,7 @@ class KernelCall:
         if has_mod:
             self.constexprs["BASE"] = 1.0
         plain = plain and self.key_bias is None and self.gate_key is None and not numbers.cap
-        self.is_plain_product = plain and not has_mod
+        self.is_plain_product = plain and not has_mod and not numbers.adds_squares
         plain = self.is_plain_product and (kind < 2 or self.float_mask_bytes > 0)
         self.folds_scale = self.weighting == "softmax" and plain and scale > 0
 
