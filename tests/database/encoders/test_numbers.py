@@ -118,6 +118,8 @@ def test_the_bandwidth_is_half_the_distance_of_two_keys_unless_given() -> None:
     np.testing.assert_allclose(two.bandwidth, expected, rtol=1e-6)
     alike = Numbers().fit([5.0, 5.0, 5.0]).default_score(32)
     assert alike == Gaussian(0.5)  # no neighbours: Scott's rule
+    columns: Any = Numbers().fit([(5.0, 7.0), (5.0, 7.0)]).default_score(64)
+    np.testing.assert_allclose(columns.bandwidth, 64 ** (-1 / 6), rtol=1e-6)
     assert Numbers(0.25).fit([1.0, 2.0]).default_score(1000) == Gaussian(0.25)
 
 
