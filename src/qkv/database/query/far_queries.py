@@ -63,13 +63,13 @@ def move_far_vectors(
     if view.encoder.kind != "numbers" or not isinstance(score, Gaussian | Laplace):
         return code
     query, bandwidth = code.code, score.bandwidth
-    fw = get_framework(query)
+    fw, bounds = get_framework(query), view.key_bounds
     arrays = [query, bandwidth] if is_array(bandwidth) else [query]
-    if fw.needs_gradient(arrays) or any(map(fw.is_abstract, arrays)) or view.key_bounds is None:
+    if fw.needs_gradient(arrays) or any(map(fw.is_abstract, arrays)) or bounds is None:
         return code
     widths = np.atleast_1d(to_numpy(bandwidth) if is_array(bandwidth) else bandwidth)
     host, is_ranking = to_numpy(query), type(weighting) in RANKING_WEIGHTINGS
-    moved = move_far_queries(host, view.key_bounds, widths, is_ranking)
+    moved = move_far_queries(host, bounds, widths, is_ranking)
     if moved is host:
         return code
     wide = "float64" if fw.supports_float64(query) else "float32"
@@ -93,6 +93,8 @@ def move_far_queries(
     [[125831140.0]]
     """
     low, high = bounds
+    if (code >= low).all() and (code <= high).all():
+        return code
     if bandwidth.ndim > 1 or not np.isfinite(bandwidth).all() or not np.isfinite(code).all():
         return code
     wide = code.astype(np.float64)
