@@ -465,7 +465,7 @@ TRITON_MUTANTS = [
         "engines/triton/launching/launch_replay.py",
         "(x.shape, x.stride(), x.dtype, x.get_device())",
         "(x.shape, x.dtype, x.get_device())",
-        TRITON + "test_launch_replay.py -k strides",
+        TRITON + "test_launch_replay.py::test_arrays_of_other_strides_have_launches_of_their_own",
     ),
     Mutant(
         "workspace-overlaps",
