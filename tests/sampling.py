@@ -17,7 +17,7 @@ FULL = os.environ.get("QKV_FULL") == "1"
 # The workers of one run inherit the date of the process that started them.
 DAY = os.environ.setdefault("QKV_TEST_DAY", datetime.date.today().isoformat())
 
-SHARE = float(os.environ.get("QKV_TEST_SHARE", "0.3"))
+SHARE = float(os.environ.get("QKV_TEST_SHARE", "0.25"))
 """The share of the time of the slow tests that a run spends on them."""
 
 T = TypeVar("T")
