@@ -235,6 +235,34 @@ def compute_scores(
     return call.fw.prevent_fusion(call.weighting.scale_scores(s))
 
 
+def compute_masked_scores(call: Call, block: Block, live: LiveMask) -> Array:
+    """Return the scores of a block, which NaN in a masked key or query does not reach."""
+    fw = call.fw
+    query = zero_masked_queries(call, fw.slice_span(call.query, block.rows, -2), live)
+    bias = None if call.bias is None else fw.slice_span(call.bias, block.rows, -2)
+    if _fills_scores(call, block, live):
+        return fw.fill_unless(compute_scores(call, query, call.key, bias, block), live)
+    return compute_scores(call, query, zero_masked_rows(call, call.key, live), bias, block)
+
+
+def zero_masked_values(call: Call, block: Block, live: LiveMask) -> Array:
+    """Return the values of a block, masked ones as 0 if `Weighting.pool_values` needs that."""
+    pools_by_weights = type(call.weighting).pool_values is Weighting.pool_values
+    if pools_by_weights and _fills_scores(call, block, live):
+        return call.value
+    return zero_masked_rows(call, call.value, live)
+
+
+def _fills_scores(call: Call, block: Block, live: LiveMask) -> bool:
+    """Return whether masked scores are cheaper to fill than masked keys are to find.
+
+    Each score must depend on one key only, and no gradient may pass through it.
+    """
+    if live is None or call.fw.has_gradients or not call.score.is_linear:
+        return False
+    return bool(2 * block.rows.size <= call.key.shape[-1])
+
+
 def check_scores_finite(call: Call, s: Array, visible: LiveMask) -> None:
     """Raise ArgumentError if scores (…, r, m) of a query overflow float64.
 

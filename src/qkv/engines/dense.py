@@ -10,7 +10,6 @@ from qkv.engines.call import Call
 from qkv.engines.validation import resolve_score_and_weighting
 from qkv.frameworks import tree
 from qkv.util.types import Array, Arrays, Span
-from qkv.weightings import Weighting
 
 NAME = "dense"
 UPCASTS = CHECKS_OVERFLOW = True
@@ -80,13 +79,7 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     call = calls.slice_weighting_rows(call.upcast(), rows)
     block = calls.make_block(call, rows)
     live = calls.compute_live_pairs(call, block)
-    query = calls.zero_masked_queries(call, call.fw.slice_span(call.query, block.rows, -2), live)
-    fills_scores = live is not None and _has_few_scores(call, block.rows.size)
-    key = call.key if fills_scores else calls.zero_masked_rows(call, call.key, live)
-    bias = None if call.bias is None else call.fw.slice_span(call.bias, block.rows, -2)
-
-    scores = calls.compute_scores(call, query, key, bias, block)
-    scores = call.fw.fill_unless(scores, live) if fills_scores else scores
+    scores = calls.compute_masked_scores(call, block, live)
     if call.may_exceed_float64:
         calls.check_scores_finite(call, scores, live)
     weights = call.weighting.weights(scores, live, block.k)
@@ -95,17 +88,6 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     dropout_mask = calls.dropout_factors(call, block, weights)
     out = None
     if call.value is not None:
-        value = call.value
-        if not fills_scores or type(call.weighting).pool_values is not Weighting.pool_values:
-            value = calls.zero_masked_rows(call, value, live)
-        value = calls.repeat_shared_heads(call, value)
+        value = calls.repeat_shared_heads(call, calls.zero_masked_values(call, block, live))
         out = call.weighting.pool_values(weights, value, live, dropout_mask)
     return out, lse, weights if dropout_mask is None else weights * dropout_mask
-
-
-def _has_few_scores(call: Call, rows: int) -> bool:
-    """Return whether masked scores are cheaper to fill than masked keys are to find.
-
-    Each score must depend on one key only, and no gradient may pass through it.
-    """
-    return call.fw.name == "numpy" and call.score.is_linear and 2 * rows <= call.key.shape[-1]

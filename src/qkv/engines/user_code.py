@@ -5,7 +5,8 @@ what it captures may change between two calls. If it were compiled, every call w
 So it runs as it is. Its scores and booleans are arguments of a compiled plan.
 
 *On a GPU* (PyTorch) the kernels read the scores like a float mask, so every weighting, mask and
-dropout works with them.
+dropout works with them. In 16 bits with gradients the function also runs on one row, to find what
+it captures, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -113,12 +114,15 @@ def _is_own_score(score: Score) -> bool:
 
 
 def with_placeholder(call: Call) -> Call:
-    """Return the call with scores that have a shape but no values, if they would be computed."""
+    """Return the call with scores of the right shape and any values, if they would be computed.
+
+    They have a gradient if the query or the key has one, so that `warm` compiles it too.
+    """
     if not evaluates_on_device(call):
         return call
-    fw = call.fw
-    values = fw.full((*call.lead, call.n, call.m), 0.0, call.upcast().query[..., :1, :1])
-    return replace(call, score=EvaluatedScore(values))
+    fresh = call.upcast()
+    columns = call.fw.xp.matrix_transpose(calls.repeat_shared_heads(fresh, fresh.key)[..., :1])
+    return replace(call, score=EvaluatedScore(fresh.query[..., :1] * columns))
 
 
 def evaluates_scores(call: Call) -> bool:
