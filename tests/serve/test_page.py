@@ -332,6 +332,35 @@ def test_another_table_is_asked_its_own_question(page: Any) -> None:
         page.goto("about:blank")
 
 
+def test_keys_of_the_same_name_and_another_kind_are_asked_their_own_question(
+    page: Any, tmp_path: Path
+) -> None:
+    """A table whose keys are numbers refuses a query that was text, with and without Python."""
+    served, paths = DatabaseRegistry(), []
+    for name, keys in (("names", ["Ulm", "Basel"]), ("numbers", [3.0, 4.0])):
+        columns = {"code": keys, "price": [5.0, 6.0]}
+        served.add_database(name, qkv.Database.from_columns(columns, value="price"))
+        paths.append(tmp_path / f"{name}.csv")
+        lines = [f"{key},{price}" for key, price in zip(*columns.values(), strict=True)]
+        paths[-1].write_text("\n".join(["code,price", *lines]), encoding="utf-8")
+    to_html([{"view": "data"}], tmp_path / "page.html")
+    query, answer = page.get_by_test_id("data-query"), page.get_by_test_id("data-answer")
+    with at_work(served, Access()) as url:
+        for address in (url, (tmp_path / "page.html").as_uri()):
+            page.goto(address)
+            for path in paths if address != url else []:
+                page.get_by_test_id("data-file").set_input_files(path)
+                page.get_by_text(f"{path.stem}: 2 rows").wait_for()
+            page.get_by_test_id("data-table").select_option("names")
+            page.get_by_text("names: 2 rows").wait_for()
+            fill_query(page, "Bsel")
+            page.get_by_test_id("data-table").select_option("numbers")
+            wait_until(page, lambda: answer.get_attribute("data-query") == "3.5")
+            assert query.input_value() == "3.5"
+            assert page.get_by_test_id("data-error").is_hidden()
+        page.goto("about:blank")
+
+
 def test_a_server_that_is_gone_is_reported(page: Any, url: str) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()

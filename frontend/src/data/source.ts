@@ -12,6 +12,8 @@ export interface TableInfo {
   columns: string[];
   key: string[];
   value: string[];
+  /** The kind of the keys, such as "text"; null if there is no row. */
+  key_kind: string | null;
   version: number;
   /** Rows of a file that were skipped, and why; the first row is 1. */
   skipped?: { why: string; rows: number[] }[];
@@ -136,13 +138,14 @@ export function createRemoteSource(backend: Backend, initialTables: TableInfo[])
 /** Files that are read in the page, without Python. */
 export function createLocalSource(): Source {
   const tables = new Map<string, Table>();
-  /** The description without the rows that have no key, as in Python. */
-  const describeTable = (about: TableInfo): TableInfo => {
+  /** The description of the rows that have a key, as in Python. */
+  const describeTable = (about: Omit<TableInfo, "key_kind">): TableInfo => {
     const { rows } = tables.get(about.name)!;
     const rowsWithoutKey = rows.flatMap((row, i) => (row[about.key[0]] === null ? [i + 1] : []));
     const verb = rowsWithoutKey.length === 1 ? "has" : "have";
     const reason = `${rowsWithoutKey.length} of ${formatCount(rows.length, "row")} ${verb} no key (column ${about.key[0]}): skipped`;
-    return { ...about, rows: rows.length - rowsWithoutKey.length, skipped: rowsWithoutKey.length ? [{ why: reason, rows: rowsWithoutKey }] : [] };
+    const key_kind = rows.some((row) => typeof row[about.key[0]] === "string") ? "text" : "number";
+    return { ...about, key_kind, rows: rows.length - rowsWithoutKey.length, skipped: rowsWithoutKey.length ? [{ why: reason, rows: rowsWithoutKey }] : [] };
   };
   const source: Source = {
     tables: [],

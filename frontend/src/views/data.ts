@@ -97,6 +97,10 @@ const formatRowNumbers = (rows: number[]) =>
 
 const haveSameNames = (first: string[], second: string[]) => first.length === second.length && first.every((name) => second.includes(name));
 
+/** Whether both tables can read the same queries. The kinds of the parts of a key of several columns are not known. */
+const haveSameKeys = (first: TableInfo, second: TableInfo) =>
+  haveSameNames(first.key, second.key) && first.key_kind === second.key_kind && (first.key.length === 1 || first.name === second.name);
+
 /** An example of a condition that some of these rows pass. */
 function suggestCondition(rows: Row[], columns: string[]): string {
   const quoteName = (column: string) => (PLAIN_NAME.test(column) ? column : `\`${column.replaceAll("`", "``")}\``);
@@ -286,7 +290,7 @@ export const view: View = {
       clearTimeout(timer);
       if (!previous) return;
       if (!haveSameNames(previous.columns, table.columns)) where.value = "";
-      if (!haveSameNames(previous.key, table.key)) query.value = suggestedQuery = "";
+      if (!haveSameKeys(previous, table)) query.value = suggestedQuery = "";
     };
     /** Asks a first question of a table that was just opened, if the query is empty or the last suggestion. */
     const suggestQuery = async (table: TableInfo) => {

@@ -21,6 +21,7 @@ from qkv.answer_backend import (
 )
 from qkv.database.filter.expressions import as_text
 from qkv.database.query.calibration import Calibration
+from qkv.database.query.column_hint import other_column_hint
 from qkv.database.query.far_queries import (
     RANKING_WEIGHTINGS,
     describe_far_query,
@@ -537,8 +538,12 @@ class LocalBackend(AnswerBackend):
             return hint
         if hint := self._far_hint(rows) or self._several_values_hint(rows):
             return hint
-        if rows and (hint := different_numbers_hint(self.query, rows[0].key)):
-            return hint
+        for row in rows[:1]:
+            columns = executor.view.schema.key
+            if hint := other_column_hint(self.query, row.key, row.record, columns):
+                return hint
+            if hint := different_numbers_hint(self.query, row.key):
+                return hint
         if not rows or executor.score is not executor.view.resolve_score(None):
             return ""
         is_uniform = (
