@@ -25,6 +25,7 @@ from qkv.engines.out_of_core.backward import (
     query_gradient_function,
 )
 from qkv.engines.out_of_core.key_terms import load_key_terms
+from qkv.engines.sink_gradients import add_sink_gradients
 from qkv.errors import format_count
 from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
@@ -605,7 +606,9 @@ def run_backward(
                 dparameters = [sum(y for y in x if y is not None) for x in parts]
             return [dq, dk, dv, dbias, dparameters]
 
-        return loops.fold_spans(add_block, totals, keys)
+        totals = loops.fold_spans(add_block, totals, keys)
+        dparameters = add_sink_gradients(call, rows, weigh_block, centre, row_facts, totals[-1])
+        return [*totals[:-1], dparameters]
 
     unused = fw.full((1, 1), 0.0, call.query)
     start = [

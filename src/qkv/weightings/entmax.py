@@ -25,6 +25,7 @@ from qkv.weightings.power import (
     expm1_ratio,
     scaled_log1p,
 )
+from qkv.weightings.sink import SinkWeighting, validate_sink
 
 MAX_NEWTON_STEPS = 100
 SAMPLE_COUNT = 128
@@ -53,6 +54,9 @@ class Entmax(Weighting):
     `alpha` may be learned: an array of one number, of one for each head (h,), or of any shape that
     broadcasts to one for each row (…, n, 1).
 
+    `sink` is the score of one more key that has no value, of the same shapes: the weights are those
+    of the keys beside this one, and sum to at most 1.
+
     >>> import numpy as np
     >>> Entmax(1.5)(np.array([[1.0, 1.0, -2.0]]))
     array([[0.5, 0.5, 0. ]])
@@ -60,19 +64,24 @@ class Entmax(Weighting):
     array([[[0.25, 0.75]],
     <BLANKLINE>
            [[0.  , 1.  ]]])
+    >>> Entmax(2.0, sink=0.6)(np.array([[0.6, 0.2, -2.0]])).round(3)
+    array([[0.467, 0.067, 0.   ]])
     """
 
     alpha: float | Array = 1.5
+    sink: float | Array | None = field(default=None, repr=False)
     is_convex: ClassVar[bool] = True
     needs_centre = True
     is_sparse: ClassVar[bool] = True
 
-    def __new__(cls, alpha: float | Array = 1.5, **others: Never) -> Entmax:
+    def __new__(cls, alpha: float | Array = 1.5, sink: Any = None, **others: Never) -> Entmax:
         quick = isinstance(alpha, Real) and MIN_QUICK_ALPHA <= as_float(alpha) <= 2
-        return super().__new__(Tsallis if cls is Entmax and not quick else cls)
+        kind = SinkEntmax if sink is not None else cls if quick else Tsallis
+        return super().__new__(kind if cls is Entmax else cls)
 
     def __post_init__(self) -> None:
         validate_positive(self, "alpha")
+        validate_sink(self)
 
     @property
     def exponent(self) -> float:
@@ -462,6 +471,26 @@ class Tsallis(Entmax):
 Tsallis.__name__ = Entmax.__name__  # messages name the class that the user created
 
 
+@dataclass(frozen=True)
+class SinkEntmax(SinkWeighting, Tsallis):
+    """`Entmax` with a sink, for every alpha."""
+
+    is_convex: ClassVar[bool] = False
+
+    def __repr__(self) -> str:
+        return f"Entmax(alpha={self.alpha!r}, sink={self.sink!r})"
+
+    def without_sink(self, scores: Array) -> Weighting:
+        # An array: a graph would build another class, which scales the scores, from a number.
+        return Tsallis(broadcast_to_rows(self.alpha, scores))
+
+    def find_threshold(self, fold: FoldFunction) -> State:
+        return super().find_threshold(self.fold_with_sink(fold))
+
+
+SinkEntmax.__name__ = Entmax.__name__
+
+
 @suggest_keywords
 @dataclass(frozen=True)
 class Sparsemax(Entmax):
@@ -473,6 +502,7 @@ class Sparsemax(Entmax):
     """
 
     alpha: float = field(default=2, init=False)
+    sink: None = field(default=None, init=False, repr=False)
 
 
 def _merge_starts(one: State, two: State) -> State:

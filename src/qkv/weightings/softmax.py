@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import ClassVar
+from typing import Any, ClassVar, Never
 
 from qkv.errors import ArgumentError, ShapeError, validate_positive
 from qkv.frameworks import divide_unless_one, get_framework
@@ -19,6 +19,7 @@ from qkv.weightings.base import (
     live_row_max,
     pool_by_weights,
 )
+from qkv.weightings.sink import SinkWeighting, validate_sink
 
 
 def shifted_exponentials(scores: Array, live: LiveMask, top: Array, spend: bool = False) -> Array:
@@ -60,15 +61,29 @@ class ExponentialWeighting(Weighting):
 class Softmax(ExponentialWeighting):
     """αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T), with T = temperature
 
+    `sink` is the score of one more key that has no value: αᵢ = exp(sᵢ/T) / (exp(sink/T) + Σⱼ
+    exp(sⱼ/T)). The weights then sum to less than 1, and a query that matches no key gets a small
+    output. sink = 0 is "softmax off by one". The sink may be learned: an array of one number, of
+    one for each head (h,), or of any shape that broadcasts to one for each row (…, n, 1). The
+    log-sum-exp includes the sink. A query that may attend to no key gets 0.
+
     >>> import numpy as np
     >>> Softmax()(np.log([[1.0, 2.0, 1.0]])).round(3)
     array([[0.25, 0.5 , 0.25]])
+    >>> Softmax(sink=0.0)(np.log([[1.0, 2.0, 1.0]])).round(3)
+    array([[0.2, 0.4, 0.2]])
     """
 
     temperature: float | Array = 1.0
+    sink: float | Array | None = field(default=None, repr=False)
+
+    def __new__(cls, temperature: Any = 1.0, sink: Any = None, **others: Never) -> Softmax:
+        has_sink = cls is Softmax and sink is not None
+        return super().__new__(SinkSoftmax if has_sink else cls)
 
     def __post_init__(self) -> None:
         validate_positive(self, "temperature")
+        validate_sink(self)
 
     def check_shapes(self, lead: Shape, n: int) -> None:
         if isinstance(self.temperature, int | float):  # or a symbolic float of torch.compile
@@ -155,6 +170,22 @@ class Softmax(ExponentialWeighting):
         return shifted_exponentials(scores, live, row_facts[0]) / get_framework(
             scores
         ).safe_divisor(row_facts[1])
+
+
+@dataclass(frozen=True)
+class SinkSoftmax(SinkWeighting, Softmax):
+    """`Softmax` with a sink."""
+
+    is_convex: ClassVar[bool] = False
+
+    def __repr__(self) -> str:
+        return f"Softmax(temperature={self.temperature!r}, sink={self.sink!r})"
+
+    def without_sink(self, scores: Array) -> Weighting:
+        return Softmax(self.temperature)
+
+
+SinkSoftmax.__name__ = Softmax.__name__  # messages name the class that the user created
 
 
 @suggest_keywords

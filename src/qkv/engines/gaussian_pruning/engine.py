@@ -80,7 +80,7 @@ def unsupported_reason(call: Call) -> str | None:
     if type(call.score) is not Gaussian:
         return f"it supports only the Gaussian score, not {type(call.score).__name__}"
     if type(call.weighting) is not Softmax:
-        return f"it supports only softmax, not {type(call.weighting).__name__}"
+        return f"it supports only softmax, not {tree.format_record(call.weighting)}"
     if call.rule is not None or call.bias is not None:
         return "it does not support a mask"
     if call.dropout or call.wants_weights:

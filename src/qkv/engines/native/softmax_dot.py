@@ -7,6 +7,7 @@ from typing import Any
 
 from qkv.engines.call import Call
 from qkv.frameworks import is_array
+from qkv.frameworks.tree import format_record
 from qkv.scores import Dot, ScaledDot
 from qkv.weightings import Softmax
 
@@ -21,7 +22,7 @@ def not_softmax_dot_reason(call: Call) -> str | None:
     if getattr(call.score, "softcap", None) is not None:
         return "fused kernels do not support a softcap"
     if type(call.weighting) is not Softmax:
-        return f"fused kernels support only softmax, not {type(call.weighting).__name__}"
+        return f"fused kernels support only softmax, not {format_record(call.weighting)}"
     if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
         return "fused kernels give no gradient for a learned scale or temperature"
     if call.rule is not None and effective_scale(call) <= 0:

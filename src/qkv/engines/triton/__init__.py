@@ -34,6 +34,7 @@ from qkv.engines.triton.call_arrays import (
     translate_functions,
 )
 from qkv.engines.triton.distance_arrays import kernel_form
+from qkv.engines.triton.sink import build_sink_runner, without_sink
 from qkv.engines.triton_import import triton_missing_reason
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
@@ -46,6 +47,7 @@ from qkv.util.caches import create_table
 from qkv.util.types import Array
 from qkv.weightings import Hard, Softmax
 from qkv.weightings.entmax import Tsallis
+from qkv.weightings.softmax import SinkSoftmax
 
 NAME = "triton"
 
@@ -73,6 +75,8 @@ def unsupported_reason(call: Call) -> str | None:
         return missing
     if fw.dtype_name(call.query) == "float64":
         return "the kernels compute in float32, not in float64"
+    if isinstance(call.weighting, SinkSoftmax):
+        return unsupported_reason(without_sink(call))
     if isinstance(call.weighting, Tsallis):
         return "the kernels support entmax only for a fixed alpha from 1.05 to 2"
     if fw.in_functional_transform():  # type: ignore[attr-defined]
@@ -236,6 +240,8 @@ def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None
         precompile.start_triton_setup()
     if getattr(call.weighting, "straight_through", False):
         return _build_straight_through_runner(call)
+    if isinstance(call.weighting, SinkSoftmax):
+        return build_sink_runner(call, build_runner)
     run = _build_plain_runner(call)
 
     def run_precompiled(call: Call) -> tuple[Array, Array | None, None]:
@@ -334,7 +340,11 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
     rule, leaves = call.rule, tree.array_leaves(call.fw, call)
-    if call.fw.needs_gradient(leaves) or any(type(x) not in PLAIN_TENSOR_TYPES for x in leaves):
+    if (
+        isinstance(call.weighting, SinkSoftmax)
+        or call.fw.needs_gradient(leaves)
+        or any(type(x) not in PLAIN_TENSOR_TYPES for x in leaves)
+    ):
         return None
     if in_one_dtype(call) is not call:
         return None

@@ -26,6 +26,7 @@ from qkv.scores.distance import ExpandedGaussian
 from qkv.scores.functions import EvaluatedScore
 from qkv.util.types import Array
 from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+from qkv.weightings.softmax import SinkSoftmax
 
 
 def batch_and_heads(call: Call) -> tuple[int, int]:
@@ -259,6 +260,7 @@ def _intersect_bounds(one: MaskBounds, two: MaskBounds) -> MaskBounds:
 
 KERNEL_WEIGHTINGS = {
     Softmax: "softmax",
+    SinkSoftmax: "softmax",
     Average: "average",
     Normalized: "normalized",
     Raw: "raw",
