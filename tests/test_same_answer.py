@@ -35,7 +35,13 @@ TABLES: dict[str, tuple[dict[str, Any], Any, float | None, bool]] = {
     "pairs": ({"key": ["year", "price"], "value": "price"}, (1900.0, 5.0), None, True),
     "mixed": ({"key": ["title", "price"], "value": "year"}, ("Dune", 8.0), 1965.0, False),
 }
-FIELDS = ("value", "mean", "value_is_mean", "spread", "confidence", "confidence_text")
+ROOMS = {
+    "room": [f"Room {number}" for number in range(101, 131)],
+    "seats": [float(number % 7) for number in range(30)],
+    "plan": [f"plan {number}" for number in range(30)],
+}
+ROOM_PAIRS = [(f"Rom {number}", f"Room {number - number % 2}") for number in range(102, 131)]
+FIELDS = ("value", "mean", "value_is_mean", "spread", "confidence", "confidence_text", "hint")
 WEIGHTINGS = ("softmax", "average", "topk:2")
 
 
@@ -128,6 +134,42 @@ def test_a_cluster_gives_the_same_answer(name: str, folder: Path, tmp_path: Path
                     how = {"weighting": weighting, "where": where, "top": top}
                     expected = approximately(collect_fields(memory.ask(query, **how)))
                     assert collect_fields(shards.ask(query, **how)) == expected, how
+
+
+@pytest.mark.parametrize("value", ["seats", "plan"])
+def test_every_confidence_is_calibrated_and_lowered_alike(value: str, tmp_path: Path) -> None:
+    """A query whose number the best row contradicts, before and after `calibrate`."""
+    pytest.importorskip("ray")
+    from tests.cluster.local_shards import cluster
+
+    said = []
+    for name in ("default", "calibrated"):
+        path, parts = tmp_path / f"{name}.qkv", [str(tmp_path / f"{name}{i}.qkv") for i in (0, 1)]
+        options: dict[str, Any] = {"key": "room", "value": value}
+        memory = qkv.Database.from_columns(ROOMS, **options)
+        stored = qkv.Database.from_columns(ROOMS, **options, path=path)
+        if name == "calibrated":
+            for database in (memory, stored):
+                database.calibrate(ROOM_PAIRS, coverage=0.5)
+        answers = [memory.ask(query) for query in ("Room 350", "Rom 111")]
+        expected = [approximately(collect_fields(answer)) for answer in answers]
+        said.append([answer.confidence for answer in answers])
+        others: list[Any] = [
+            stored,
+            pickle.loads(pickle.dumps(memory)),
+            pickle.loads(pickle.dumps(stored)),
+        ]
+        for other in others:
+            assert [collect_fields(other.ask(answer.query)) for answer in answers] == expected
+            other.close()
+        assert list(map(collect_fields, pickle.loads(pickle.dumps(answers)))) == expected
+        with serving(path) as (url, _), qkv.Client(url) as client:
+            served = [client[name].ask(answer.query) for answer in answers]
+            assert list(map(collect_fields, served)) == expected
+        split(path, parts)
+        with cluster(parts, 2) as shards:
+            assert [collect_fields(shards.ask(answer.query)) for answer in answers] == expected
+    assert said[0][0] <= 0.5 and said[0] != said[1]
 
 
 def test_sql_ranks_the_best_key_first(folder: Path) -> None:

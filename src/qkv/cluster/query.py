@@ -280,10 +280,12 @@ class ShardedQueryExecutor(QueryExecutor):
             code, keys, self._read_as, weighting, self.where, self._excluded_position, lost
         )
         sent_job = SentJob(view.snapshot, job, lost)
-        top = self.rows_to_read
+        top, ranked = self.rows_to_read, self.rows_to_rank
         skips_tolerance = compares_keys or (lost and not self._rounded)
         tolerance = None if skips_tolerance else self.tolerance
-        normalizer, results, bound, read = self._ask_shards(sent_job, top, tolerance, code.code)
+        normalizer, results, bound, read = self._ask_shards(
+            sent_job, (top, ranked), tolerance, code.code
+        )
         self.row_count, self.missing_value_count = np.sum(
             [result.row_counts for result in results], axis=0
         ).tolist()
@@ -318,9 +320,9 @@ class ShardedQueryExecutor(QueryExecutor):
         return weighed, self._describe_engine(lost, read)
 
     def _ask_shards(
-        self, sent_job: SentJob, top: int, tolerance: float | None, query: Any
+        self, sent_job: SentJob, counts: tuple[int, int], tolerance: float | None, query: Any
     ) -> tuple[State | SoftmaxNormalizer, list[SliceResult], Any, int | None]:
-        """Send a job to the shards, and return four things:
+        """Send a job to the shards; `counts` are those of `_build_result`. Return four things:
 
         - the normalizer of the weights
         - the results of the slices
@@ -329,7 +331,7 @@ class ShardedQueryExecutor(QueryExecutor):
         """
         softmaxes: list[SliceSoftmax] = []
         if type(self.weighting) is Softmax:
-            softmaxes = sent_job.run_on_slices("run_softmax", tolerance, top)
+            softmaxes = sent_job.run_on_slices("run_softmax", tolerance, *counts)
         error: Any = 0.0
         if softmaxes and tolerance is not None:
             # If every slice is within the tolerance, the merged weights are too: a quotient of
@@ -338,7 +340,7 @@ class ShardedQueryExecutor(QueryExecutor):
                 [x.bound for x in softmaxes if x.bound is not None], ErrorBound.merge
             )
             if not self._rounded and not (bound.max_error <= tolerance).all():
-                return self._ask_shards(sent_job, top, None, query)
+                return self._ask_shards(sent_job, counts, None, query)
             if sent_job.without:
                 bound = bound.merge(self._bound_lost_rows(sent_job, query))
             error = bound.max_error
@@ -348,7 +350,7 @@ class ShardedQueryExecutor(QueryExecutor):
             state = partial_attention.compute_output(sent_job, self.weighting)[1]
             return (
                 state,
-                sent_job.run_on_slices("finish_result", state, top),
+                sent_job.run_on_slices("finish_result", state, *counts),
                 error if self._rounded else 0.0,
                 None,
             )
@@ -377,7 +379,7 @@ class ShardedQueryExecutor(QueryExecutor):
             batch = EncodedQuery(query[start : start + step], code.sparse_positions)
             job = self.view.build_job(batch, None, self._read_as, self.weighting, self.where)
             sent_job = SentJob(self.view.snapshot, job)
-            results = self._ask_shards(sent_job, 1, self.tolerance, batch.code)[1]
+            results = self._ask_shards(sent_job, (1, 1), self.tolerance, batch.code)[1]
             outs.append(
                 partial_attention.finish_sums(
                     partial_attention.merge_pairwise(

@@ -236,8 +236,8 @@ class SliceEvaluator:
     def state(self, threshold: State, width: int = 0) -> State:
         return self.scored_part.state(threshold, width)
 
-    def run_softmax(self, tolerance: float | None, top: int) -> SliceSoftmax:
-        """Compute the softmax over the rows of this slice only.
+    def run_softmax(self, tolerance: float | None, top: int, ranked: int) -> SliceSoftmax:
+        """Compute the softmax over the rows of this slice only; see `_build_result`.
 
         One request per slice is enough: the caller rescales the weights to all slices.
         """
@@ -264,12 +264,12 @@ class SliceEvaluator:
             weighed.partial_sums,
             weighed.weights,
             weighed.best_score,
-            top,
+            (top, ranked),
             weighed.scaled_scores,
         )
         return SliceSoftmax(lse, bound, weighed.rows_read, heaviest, weighed.refusal)
 
-    def finish_result(self, state: State, top: int) -> SliceResult:
+    def finish_result(self, state: State, top: int, ranked: int) -> SliceResult:
         """Return the slice's result; `state` is the weighting's merged state of all slices."""
         part, best = self._part_and_best
         entropy_terms, alpha = part.replace_scores_with_weights(state), part.scores
@@ -277,7 +277,7 @@ class SliceEvaluator:
         sums = partial_attention.pool_values(
             self._live_rows, alpha, mean=self.job.weighting.is_convex
         )
-        return self._build_result(entropy_terms, sums, alpha, best, top)
+        return self._build_result(entropy_terms, sums, alpha, best, (top, ranked))
 
     @property
     def _live_rows(self) -> StoredRows:
@@ -300,16 +300,18 @@ class SliceEvaluator:
         sums: partial_attention.PooledSums,
         alpha: np.ndarray,
         best: np.ndarray,
-        top: int,
+        counts: tuple[int, int],
         scaled: np.ndarray | None = None,
     ) -> SliceResult:
-        """Return the result with the `top` heaviest rows of each query.
+        """Return the result with the heaviest rows of each query.
 
+        `counts` are the numbers of rows with cells, and of positions with weights, per query.
         `alpha` (n, rows) are the weights, and `scaled` the scaled scores if they are known.
         """
         executor, origin, scored = self.executor, self.slice.origin, scaled is not None
         self._alpha, self._scored = alpha if scaled is None else scaled, scored
-        orders = [executor.rank_rows(weights, top) for weights in alpha]
+        top, ranked = counts
+        orders = [executor.rank_rows(weights, ranked) for weights in alpha]
         positions = [
             origin
             + (
@@ -320,25 +322,26 @@ class SliceEvaluator:
             for order in orders
         ]
         weights = [row[order] for row, order in zip(self._alpha, orders, strict=True)]
-        counts = (executor.row_count, executor.missing_value_count)
+        row_counts = (executor.row_count, executor.missing_value_count)
         rows: dict[int, dict[str, Any]] = {}
-        if sum(map(len, positions)) <= MAX_INLINE_ROWS:
-            distinct = np.unique(np.concatenate(positions))
+        heaviest = [x[:top] for x in positions]
+        if sum(map(len, heaviest)) <= MAX_INLINE_ROWS:
+            distinct = np.unique(np.concatenate(heaviest))
             read = self.view.read_rows(self._ids_at(distinct).tolist())
             rows = dict(zip(distinct.tolist(), read, strict=True))
-        return SliceResult(entropy_terms, sums, positions, weights, counts, best, rows, scored)
+        return SliceResult(entropy_terms, sums, positions, weights, row_counts, best, rows, scored)
 
     def _local_weights(self, normalizer: State | SoftmaxNormalizer, i: int) -> np.ndarray:
         """Return the weights of query i for the rows of this slice that pass the condition."""
         if isinstance(normalizer, SoftmaxNormalizer):
             if self._alpha is None or self._lse is None:
-                self.run_softmax(normalizer.tolerance, 1)
+                self.run_softmax(normalizer.tolerance, 1, 1)
             assert self._lse is not None and self._alpha is not None
             return normalizer.rescale_weights(
                 self._alpha[i], i, None if self._scored else self._lse[i]
             )
         if self._alpha is None:
-            self.finish_result(normalizer, 1)
+            self.finish_result(normalizer, 1, 1)
         assert self._alpha is not None
         return np.asarray(self._alpha[i])
 

@@ -139,6 +139,11 @@ class QueryExecutor(RowScan):
         is_pooled = self.view.schema.can_pool_values
         return max(self.top, MIN_BEST_KEY_ROWS if is_pooled else MAX_VOTING_ROWS)
 
+    @property
+    def rows_to_rank(self) -> int:
+        """The number of the heaviest rows whose weights an answer or its confidence needs."""
+        return self.top if self.value_is_mean else max(self.top, MAX_VOTING_ROWS)
+
     def answer_queries(self, queries: Any) -> list[Answer]:
         """Return one answer for each query."""
         can_pool, answers = self.view.schema.can_pool_values, []
