@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -86,6 +86,9 @@ SERIALIZED_FIELDS = (
 SERIALIZED_NAMES = {"bound_is_probabilistic": "statistical"}
 """Attributes that have another name in JSON."""
 
+ROW_FIELDS = ("rows", "values", "value", "mean")
+"""Fields that the backend builds when they are first read, if the answer was made without them."""
+
 MAX_SERIALIZED_SET_ROWS = 100
 """The largest prediction set that `to_dict` contains."""
 MIN_SHOWN_WEIGHT = 0.0005
@@ -119,7 +122,7 @@ class Answer(Displayable):
     lse: float | None
     total: int
     """The number of rows that took part: they pass `where` and have a value."""
-    mean: Any = field(kw_only=True, default=None)
+    mean: Any = field(kw_only=True, default_factory=lambda: None)
     """Σᵢ αᵢ vᵢ, the weighted mean over all rows; None if values are not numbers or vectors."""
     value_is_mean: bool = field(kw_only=True, default=False)
     """Whether `value` is `mean`: all columns of the key are numbers, or the key is a vector."""
@@ -153,6 +156,16 @@ class Answer(Displayable):
     weighting: str
     _backend: AnswerBackend = field(repr=False, compare=False)
     _library: str | None = field(repr=False, compare=False, default=None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Only a missing attribute gets here.
+            if name in ROW_FIELDS and "_backend" in vars(self):
+                for field_name, x in self._backend.build_fields().items():
+                    vars(self).setdefault(field_name, x)
+                return vars(self)[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @lazy_property
     def weights(self) -> np.ndarray:
@@ -227,7 +240,8 @@ class Answer(Displayable):
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickle contains the weights of all rows, but not the database.
-        state = vars(self) | {"hint": self.hint, "confidence_text": self.confidence_text}
+        fields = {name: getattr(self, name) for name in ROW_FIELDS}
+        state = vars(self) | fields | {"hint": self.hint, "confidence_text": self.confidence_text}
         if self.rows and not self.value_is_mean:
             state |= {"_value_shares": self._value_shares, "confidence": self.confidence}
         if self.coverage is not None:

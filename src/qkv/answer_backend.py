@@ -115,6 +115,10 @@ class AnswerBackend(ABC):
     def compute_spread(self) -> Any:
         """Return the weighted standard deviation of the values, or None if they are not numbers."""
 
+    def build_fields(self) -> dict[str, Any]:
+        """Return the fields of an answer that was made without them."""
+        return {}
+
     def compute_value_shares(self) -> tuple[float, float] | None:
         """Return the shares of the weight of the answer's value and of the next value.
 

@@ -160,8 +160,11 @@ def to_float32_matrix(keys: Sequence[Any]) -> np.ndarray:
         rows = np.stack(vectors)
     if rows.dtype.kind not in "iufb":
         raise DtypeError(f"vectors must hold real numbers, not {rows.dtype}")
-    with np.errstate(over="ignore"):
-        out = np.ascontiguousarray(rows, np.float32)
+    if rows.dtype == np.float32:
+        out = np.ascontiguousarray(rows)
+    else:
+        with np.errstate(over="ignore"):
+            out = np.ascontiguousarray(rows, np.float32)
     for start in range(0, len(out), KEYS_PER_BLOCK):
         fine = np.isfinite(out[start : start + KEYS_PER_BLOCK])
         if not fine.all():

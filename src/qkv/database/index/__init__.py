@@ -8,6 +8,7 @@ full, so their scores are exact.
 - `segment_index.py`: the index of one segment: build, check and search it
 - `row_index.py`: the search over all rows of a version
 - `calibration.py`: the recall and the missing weight, measured on held-out queries
+- `best_rows.py`: answers with the k best rows that the index finds
 - `approximate.py`: `ask` and `attend` over the rows that the index finds
 
 An index is derived data. It is never needed for a correct answer: rows without one are scanned.

@@ -17,6 +17,7 @@ from qkv.attention import (
     attend_rows,
     weigh_candidates,
 )
+from qkv.database.index import best_rows
 from qkv.database.index.calibration import Effort, IndexReport, share_of_rest
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
 from qkv.database.index.row_index import FoundRows, RowIndex, open_row_index
@@ -35,10 +36,15 @@ from qkv.weightings import Hard, Softmax, TopK, Weighting, WeightingLike
 DEFAULT_MISSING_WEIGHT = 0.05
 """With `approximate=True`, half of the queries miss at most this weight."""
 
-ROWS_PER_BEST_ROW = 6
+ROWS_PER_BEST_ROW = 3
 """The number of rows that are read in full for each of the k best rows."""
 
-MIN_RERANKED_ROWS = 64
+MIN_RERANKED_ROWS = 32
+"""At least this many rows are read in full. The codes put nearly all of the ten best among them."""
+
+MAX_SCANNED_ROWS = 128
+"""Up to this number of rows are always scanned."""
+
 MAX_UNINDEXED_SHARE = 0.5
 """If a larger share of the rows is in no index, all rows are scanned."""
 
@@ -74,7 +80,8 @@ class SearchPlan:
 
     `efforts` are tried in turn until the estimated missing weight is at most `missing_weight`. For
     weightings of the best rows it is None, and there is one effort. `min_best_score` is the best
-    score that nearly all measured queries have at least.
+    score that nearly all measured queries have at least. `has_few_best_rows` says that
+    `best_rows` builds the answers.
     """
 
     row_index: RowIndex
@@ -84,12 +91,20 @@ class SearchPlan:
     missing_weight: float | None
     has_interval: bool
     min_best_score: float
+    has_few_best_rows: bool
 
     def search(self, queries: np.ndarray, effort: Effort) -> FoundRows:
         """Search with an effort."""
         estimates_rest = self.missing_weight is not None
         options = (self.metric, self.selection, estimates_rest)
         return self.row_index.search(queries, effort.lists, effort.rows, *options)
+
+    def describe(self, effort: Effort, rows: int, total: int) -> str:
+        """Return the text that says how much was read with an effort."""
+        return (
+            f"index, {effort.lists:,} of {self.row_index.list_count:,} lists; "
+            f"{rows:,} of {total:,} rows read"
+        )
 
     @cached_property
     def unindexed(self) -> np.ndarray:
@@ -180,7 +195,7 @@ def _make_plan(
                 return f"the weighting needs {rows:,} rows, and the index was not measured for them"
             effort = larger[0]
         efforts = (replace(effort, rows=rows),)
-    if selection.row_count <= 2 * efforts[0].rows:
+    if selection.row_count <= max(2 * efforts[0].rows, MAX_SCANNED_ROWS):
         return "few rows pass the condition" if selection.mask is not None else "there are few rows"
     try:
         index = open_row_index(view, metric.name)
@@ -193,7 +208,15 @@ def _make_plan(
     efforts = tuple(replace(x, lists=index.scale_lists(x.lists, report.indexed)) for x in efforts)
     has_interval = selection.mask is None and report.has_interval(view, metric.slope)
     min_best_score = report.min_similarity * unscaled_slope
-    return SearchPlan(index, metric, selection, efforts, limit, has_interval, min_best_score)
+    has_few_best_rows = (
+        isinstance(weighting, TopK)
+        and weighting.k <= best_rows.MAX_BEST_ROWS
+        and not len(index.unindexed)
+        and (view.has_only_number_keys or not view.schema.can_pool_values)
+    )
+    return SearchPlan(
+        index, metric, selection, efforts, limit, has_interval, min_best_score, has_few_best_rows
+    )
 
 
 def answer_approximately(
@@ -203,9 +226,6 @@ def answer_approximately(
 
     If the index cannot serve the call, the answers are exact, and their `engine` says why.
     """
-    names = executor.component_names
-    executor = copy.copy(executor)
-    vars(executor)["index_hint"] = ""
     if executor.index_refusal:
         return _answer_exactly(executor, queries, executor.index_refusal)
     view = executor.view
@@ -218,13 +238,62 @@ def answer_approximately(
     if not plan.metric.fits_float32(code):
         return _answer_exactly(executor, queries, "a query has numbers that an index cannot hold")
     size = max(MAX_FOUND_ROWS_PER_BATCH // plan.efforts[0].rows, 1)
-    return [
-        answer
-        for at in range(0, len(queries), size)
-        for answer in _answer_batch(
-            executor, plan, queries[at : at + size], code[at : at + size], names
-        )
-    ]
+    size = min(size, best_rows.QUERIES_PER_BATCH) if plan.has_few_best_rows else size
+    answers: list[Answer] = []
+    for start in range(0, len(queries), size):
+        batch = queries[start : start + size], code[start : start + size]
+        found = _answer_best_rows(executor, plan, *batch) if plan.has_few_best_rows else None
+        answers += _answer_batch(executor, plan, *batch) if found is None else found
+    return answers
+
+
+def _answer_best_rows(
+    executor: QueryExecutor,
+    plan: SearchPlan,
+    queries: Any,
+    code: np.ndarray,
+) -> list[Answer] | None:
+    """Return one answer for each query, whose vectors are `code` (n, d), with its best rows.
+
+    Return None if fewer rows were found than were searched for, or if scores may overflow.
+    """
+    effort, view, metric = plan.efforts[0], executor.view, plan.metric
+    slopes = best_rows.find_slopes(metric, code)
+    if slopes is None:
+        return None
+    # The length of a query changes no order.
+    found = plan.search(np.ascontiguousarray(code, np.float32), effort).positions
+    if found.min(initial=0) < 0:
+        return None
+    found = np.sort(found, axis=1)
+    scored = best_rows.score_rows(view, metric, executor.score, code, slopes, found)
+    if scored is None:
+        return None
+    assert isinstance(executor.weighting, TopK)
+    best = best_rows.BestRows(found, *scored, executor.weighting.k)
+
+    def make_executor(positions: np.ndarray) -> CandidateExecutor:
+        run = CandidateExecutor(executor, plan, plan.to_candidates(positions), 0.0, effort)
+        vars(run)["component_names"] = executor.component_names
+        return run
+
+    fields: dict[str, Any] = {
+        "value_is_mean": executor.value_is_mean,
+        "total": executor.row_count,
+        "missing": executor.missing_value_count,
+        "is_normalized": True,
+        "version": view.version,
+        "error_bound": 1.0,
+        "rows_read": found.shape[1],
+        "missing_weight": None,
+        "recall": effort.recall,
+        "bound_is_probabilistic": False,
+        "coverage": None,
+        "engine": plan.describe(effort, found.shape[1], executor.row_count),
+        **executor.component_names,
+        "_library": executor.frame_library,
+    }
+    return best_rows.build_answers(executor, queries, best, make_executor, fields)
 
 
 def _answer_batch(
@@ -232,9 +301,9 @@ def _answer_batch(
     plan: SearchPlan,
     queries: Any,
     code: np.ndarray,
-    names: dict[str, str],
 ) -> list[Answer]:
     """Return one answer for each query, whose vectors are `code` (n, d)."""
+    names, executor = executor.component_names, _without_index_hint(executor)
     answers: dict[int, Answer] = {}
     left = np.arange(len(queries))
     for effort in plan.efforts:
@@ -289,9 +358,16 @@ def _weigh_found_rows(
     return weigh_candidates(rows, code, executor.score, executor.weighting)
 
 
+def _without_index_hint(executor: QueryExecutor) -> QueryExecutor:
+    """Return an executor whose answers do not recommend the index."""
+    executor = copy.copy(executor)
+    vars(executor)["index_hint"] = ""
+    return executor
+
+
 def _answer_exactly(executor: QueryExecutor, queries: Any, why: str) -> list[Answer]:
     """Return exact answers whose `engine` says why the index was not used."""
-    answers = executor.answer_queries(queries)
+    answers = _without_index_hint(executor).answer_queries(queries)
     for answer in answers:
         fields = vars(answer)
         fields["engine"] += f", exactly: {why}"
@@ -347,11 +423,8 @@ class CandidateExecutor(QueryExecutor):
         engine: str,
         best: np.ndarray | None = None,
     ) -> Answer:
-        index, effort = self.plan.row_index, self.effort
-        text = (
-            f"index, {effort.lists:,} of {index.list_count:,} lists; "
-            f"{self.candidate_count:,} of {self.row_count:,} rows read"
-        )
+        effort = self.effort
+        text = self.plan.describe(effort, self.candidate_count, self.row_count)
         answer = super()._build_answer(query, weighed, i, keeps_weights, text, best)
         fields = vars(answer)
         fields["error_bound"], fields["recall"] = 1.0, effort.recall

@@ -36,7 +36,7 @@ MAX_LOG_RATIO = 50.0
 BEST_ROWS = 10
 """The recall is the share of this many best rows that are found."""
 
-RERANKED_ROWS = 64
+RERANKED_ROWS = 32
 """The recall is measured with this many rows, by their codes the nearest, that are read in full."""
 
 MIN_LISTS, MAX_ROW_SHARE = 2, 0.25

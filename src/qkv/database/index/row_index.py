@@ -27,6 +27,9 @@ MIN_USED_SHARE = 0.5
 MAX_SCORES_PER_SEARCH = 2**24
 """The most scores of lists in memory at a time, which limits the queries that search together."""
 
+MAX_QUERIES_PER_CALL = 8
+"""For more queries, a product of matrices finds the lists faster than FAISS."""
+
 
 class FoundRows(NamedTuple):
     """The rows that a search has found, for n queries.
@@ -251,6 +254,10 @@ class RowIndex:
     ) -> FoundRows:
         check_deadline()
         allowed = self._find_allowed_rows(selection)
+        if not estimates_rest and len(queries) <= MAX_QUERIES_PER_CALL and allowed.are_all:
+            positions = self._search_one_group(queries, lists, count, metric)
+            if positions is not None:
+                return FoundRows(positions, np.full(len(queries), np.nan))
         similarity, at = self._list_similarity(queries, metric), np.arange(len(queries))[:, None]
         first = self.list_count - min(lists, self.list_count)
         is_read = None
@@ -282,6 +289,19 @@ class RowIndex:
                 queries, similarity, nearest, is_read, nearness, metric, allowed
             )
         return FoundRows(positions, log_rest)
+
+    def _search_one_group(
+        self, queries: np.ndarray, lists: int, count: int, metric: IndexMetric
+    ) -> np.ndarray | None:
+        """Return the positions of near rows, as `search` does, or None if it must find the lists.
+
+        FAISS finds the lists of few queries faster, but far from the origin less precisely.
+        """
+        group = self._groups[0] if len(self._groups) == 1 else None
+        if group is None or metric.is_distance or group.lists.list_count != self.list_count:
+            return None
+        size = min(count, group.lists.rows)
+        return group.to_positions(group.lists.find_rows(queries, lists, size))
 
     def _choose_lists(
         self, similarity: np.ndarray, lists: int, counts: np.ndarray

@@ -359,6 +359,23 @@ class MergedLists:
             similarity *= np.float32(-0.5)
         return numbers, similarity
 
+    def find_rows(self, queries: np.ndarray, lists: int, count: int) -> np.ndarray:
+        """Return the numbers (n, count) of the nearest rows in the nearest lists; −1 fills up."""
+        swig_ptr = self._faiss.swig_ptr
+        queries = np.ascontiguousarray(queries, np.float32)
+        similarity = np.empty((len(queries), count), np.float32)
+        numbers = np.empty((len(queries), count), np.int64)
+        # The wrapper of this method in Python takes longer.
+        self._lists.search_c(
+            len(queries),
+            swig_ptr(queries),
+            count,
+            swig_ptr(similarity),
+            swig_ptr(numbers),
+            self._make_parameters(None, min(lists, self.list_count)),
+        )
+        return numbers
+
     def _make_parameters(self, allowed: np.ndarray | None, lists: int) -> Any:
         """Return the parameters of a search. Those of the last search are cached."""
         cached, faiss = self._parameters, self._faiss

@@ -67,6 +67,8 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
     The queries are a list of cells, or an array (n, width) of vectors.
     """
     kind, names = view.schema.key_kind, view.schema.key
+    if type(query) is np.ndarray and kind == "vector" and query.dtype.kind == "f" and query.ndim:
+        return (query[None], True) if query.ndim == 1 else (query, False)
     query = find_named_cells(query, names, kind)
     batch, query = isinstance(query, Batch), as_cells(query, kind)
     shaped = is_array(query)

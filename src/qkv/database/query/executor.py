@@ -212,6 +212,11 @@ class QueryExecutor(RowScan):
         is_vector = schema.value_kind == "vector"
         return self.unpack_value(mean.astype(pooled.dtype) if is_vector else mean), same
 
+    def sum_values(self, records: list[dict[str, Any]], weights: np.ndarray) -> list[ValueWeight]:
+        """Return the distinct values of the heaviest rows, with their total weights."""
+        values = self.view.schema.values_from_rows(records[:MAX_VOTING_ROWS])
+        return _sum_weight_by_value(values, weights.tolist())
+
     def _find_rows_for_confidence(
         self, alpha: np.ndarray, positions: np.ndarray, weights: np.ndarray, keeps_weights: bool
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -265,8 +270,7 @@ class QueryExecutor(RowScan):
                     positions, weights, records, best, pooled
                 )
         elif records:
-            candidates = self.view.schema.values_from_rows(records[:MAX_VOTING_ROWS])
-            values = _sum_weight_by_value(candidates, weights.tolist())
+            values = self.sum_values(records, weights)
             value = values[0].value
         entropy = None if weighed.entropy is None else float(weighed.entropy[i])
         calibration = self.calibration

@@ -145,8 +145,9 @@ class TableView:
             message = re.sub(r"(^|where )key(?= \d)", r"\1query", str(error))
             raise type(error)(message.removesuffix(": leave that row out")) from None
         self.check_query(encoded)
-        dtype = np.result_type(encoded.code, np.float32)
-        encoded = encoded._replace(code=np.ascontiguousarray(encoded.code, dtype=dtype))
+        if encoded.code.dtype != np.float32 or not encoded.code.flags.c_contiguous:
+            dtype = np.result_type(encoded.code, np.float32)
+            encoded = encoded._replace(code=np.ascontiguousarray(encoded.code, dtype=dtype))
         if single:
             if len(self._query_cache) >= MAX_CACHED_QUERIES:
                 self._query_cache = {}
@@ -296,12 +297,19 @@ class TableView:
         """Return the cells of the rows with these ids, by column."""
         return self._fill_vectors(ids, self._read_cells(ids))
 
-    def read_rows_at(self, positions: np.ndarray) -> list[dict[str, Any]]:
-        """Return the cells of the rows at these positions, without a search for their ids."""
+    def read_rows_at(
+        self, positions: np.ndarray, key_vectors: np.ndarray | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the cells of the rows at these positions, without a search for their ids.
+
+        `key_vectors` are the vectors of their keys, if they were read before.
+        """
         rows = self._read_cells(self.ids[positions].tolist())
         for column, role in self.schema.vector_columns.items():
             if role == "key" and "key" not in self.snapshot.tensor_names:
-                vectors = self.read_key_vectors_at(positions)
+                vectors = key_vectors
+                if vectors is None:
+                    vectors = self.read_key_vectors_at(positions)
             else:
                 vectors = self.read_tensor_at(role, positions)
             for row, vector in zip(rows, vectors, strict=True):

@@ -117,7 +117,7 @@ def _weigh_scores(
     for i, own, value in zip(finite, used, values, strict=True):
         weights, output = alpha[i : i + 1, : sizes[i]], np.zeros((1, 0), alpha.dtype)
         if rows.read_values is not None:
-            output = _pool_values(weights[:, own], value, weighting.is_convex)
+            output = pool_values(weights[:, own], value, weighting.is_convex)
         row_lse = None if lse is None else lse[i, :1]
         results[i] = WeighedRows(
             output, weights, None, row_lse, best[i : i + 1], rows_read=sizes[i]
@@ -143,7 +143,7 @@ def _read_values(
         start = stop
 
 
-def _pool_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> np.ndarray:
+def pool_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> np.ndarray:
     """Return the output (1, d_v) for weights (1, c), none of them 0, and values (c, d_v)."""
     if mean and len(value) and not (value[0] == value[-1]).any():
         output = weights.astype(np.result_type(weights, value), copy=False) @ value
