@@ -83,6 +83,15 @@ SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
         {},
         lambda _: scores.Modified(scores.Dot(), _nearer),
     ),
+    "relative": (
+        {"bias": _normal(4, 7)},
+        lambda a: scores.Relative(a["bias"], scores.Dot(), align="bottom_right"),
+    ),
+    "alibi": (
+        {"slopes": np.array([0.5, 0.25, 0.1, 1.0])},
+        lambda a: scores.Relative(scores.Alibi(a["slopes"])),
+    ),
+    "t5": ({"table": _normal(4, 6)}, lambda a: scores.Relative(scores.T5Bias(a["table"], True, 5))),
     "own_class": ({"w": _normal(D)}, lambda a: Own(a["w"])),
     "own_function": ({"w": _normal(D)}, _closure),
 }

@@ -336,6 +336,7 @@ BackwardFunction = Callable[[State, Arrays], Arrays]
 def detach_from_group(call: Call) -> Call | None:
     """Return the call without its position among the shards; None if the result depends on it."""
     needs_position = call.dropout or call.bias is not None or has_user_code(call.score)
+    needs_position = needs_position or call.score.needs_positions
     if type(call.weighting) is not Softmax or needs_position or 0 in (*call.lead, call.n, call.m):
         return None
     rule, at = call.rule, call.at

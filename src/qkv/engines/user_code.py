@@ -85,6 +85,7 @@ def split_queries(call: Call) -> list[Span]:
     if not _may_evaluate_on_device(call) or _learns(call) or evaluates_on_device(call):
         return []
     whole = call.rule is not None or call.dropout or call.wants_weights
+    whole = whole or call.score.needs_positions
     if whole or tree.array_leaves(call.fw, call.weighting):
         return []
     each = math.prod(call.lead) * call.m * _numbers_per_pair(call)

@@ -21,6 +21,7 @@ from qkv.scores.functions import (
 from qkv.scores.gated import Gated
 from qkv.scores.product import Cosine, Dot, Multiplicative, ScaledDot
 from qkv.scores.registry import NAMES, register, resolve
+from qkv.scores.relative import Alibi, Relative, T5Bias, alibi_slopes, t5_buckets
 from qkv.scores.window import Boxcar, Constant, Epanechnikov, Exact, Triangular
 
 NAMES.update(
@@ -38,6 +39,7 @@ NAMES.update(
     constant=Constant,
     exact=Exact,
     modified=Modified,
+    relative=Relative,
 )
 
 Name = Literal[
@@ -59,6 +61,7 @@ ScoreLike = Name | Score | Callable[[Any, Any], Any]
 
 __all__ = [
     "NAMES",
+    "Alibi",
     "Additive",
     "Boxcar",
     "Constant",
@@ -73,14 +76,18 @@ __all__ = [
     "Modified",
     "Multiplicative",
     "Name",
+    "Relative",
     "ScaledDot",
     "Score",
     "ScoreLike",
+    "T5Bias",
     "Triangular",
+    "alibi_slopes",
     "evaluate_block",
     "user_functions",
     "hoist_score",
     "has_user_code",
     "register",
     "resolve",
+    "t5_buckets",
 ]

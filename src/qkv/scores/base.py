@@ -99,6 +99,9 @@ class Score(Record):
     compares_elementwise: ClassVar[bool] = False
     """Whether `__call__` builds an array (…, n, m, d), such as the differences of all vectors."""
 
+    needs_positions: ClassVar[bool] = False
+    """Whether the score depends on the positions of query and key, by `score_block`."""
+
     uses_sum_differences: ClassVar[bool] = False
     """Whether `Framework.sum_differences` can spare it that array."""
 

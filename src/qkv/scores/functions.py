@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from qkv.errors import DtypeError, call_user_function
 from qkv.frameworks import get_framework
+from qkv.frameworks.tree import Record
 from qkv.scores.base import Score
 from qkv.scores.registry import resolve_inner_score
 from qkv.scores.user_score import UserScore, check_user_scores, copy_scores
@@ -33,6 +34,8 @@ class Modified(Score):
     array([[ 0., -1., -2.],
            [-1.,  0., -1.]])
     """
+
+    needs_positions: ClassVar[bool] = True
 
     score: Score
     score_mod: Callable[[Array, Array, Array, Array, Array], Array]
@@ -82,6 +85,8 @@ class Modified(Score):
 class HoistedScore(Score):
     """A score whose functions capture arrays. The arrays are a field, so they receive gradients."""
 
+    needs_positions: ClassVar[bool] = True
+
     function: Callable[..., Array]
     captured: tuple[Array, ...]
 
@@ -92,6 +97,8 @@ class HoistedScore(Score):
 @dataclass(frozen=True)
 class EvaluatedScore(Score):
     """Scores of a whole call that exist already, as an array (…, n, m)."""
+
+    needs_positions: ClassVar[bool] = True
 
     values: Array
 
@@ -127,8 +134,9 @@ def evaluate_block(
 
     `key_terms` are those of the keys, if they are known.
     """
-    if isinstance(score, Modified | HoistedScore | EvaluatedScore):
-        return score.score_block(query, key, block)
+    if score.needs_positions:
+        scores: Array = score.score_block(query, key, block)  # type: ignore[attr-defined]
+        return scores
     if key_terms is not None:
         return score.score_with_key_terms(query, key, key_terms)
     return score(query, key)
@@ -136,7 +144,9 @@ def evaluate_block(
 
 def has_user_code(score: Any) -> bool:
     """Return whether a user's function computes the scores."""
-    inner = getattr(score, "score", None)
+    inner, bias = getattr(score, "score", None), getattr(score, "bias", None)
+    if inner is not None and callable(bias) and not isinstance(bias, Record):
+        return True
     return isinstance(score, UserScore | Modified | EvaluatedScore) or (
         inner is not None and has_user_code(inner)
     )
@@ -147,4 +157,7 @@ def user_functions(score: Any) -> list[Callable[..., Any]]:
     if isinstance(score, UserScore):
         return [] if dataclasses.is_dataclass(score.function) else [score.function]
     inner = user_functions(score.score) if hasattr(score, "score") else []
+    bias = getattr(score, "bias", None)
+    if callable(bias) and not dataclasses.is_dataclass(bias):
+        return [bias, *inner]
     return [score.score_mod, *inner] if isinstance(score, Modified) else inner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from numbers import Real
 
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import CombinationError, DtypeError, ShapeError
 from qkv.frameworks import get_framework, is_array, to_numpy
 from qkv.scores.base import (
     AffineForm,
@@ -41,6 +41,12 @@ class Gated(Score):
         require_array_field(self, "w_query", "d_q")
         require_array_field(self, "w_key", "d_k")
         resolve_inner_score(self)
+        if self.score.needs_positions:
+            inner = type(self.score).__name__
+            raise CombinationError(
+                f"Gated cannot gate {inner}, whose scores depend on positions: put the gate "
+                f"inside, {inner}(…, score=Gated(…))"
+            )
         if not (self.bias is None or is_array(self.bias) or isinstance(self.bias, Real)):
             raise DtypeError(f"Gated: bias must be a number or an array, not {self.bias!r}")
         if is_array(self.bias) and tuple(self.bias.shape) not in ((), (1,)):  # type: ignore[union-attr]

@@ -40,7 +40,16 @@ from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
 from qkv.masks.band import Band
 from qkv.masks.base import ArrayMask
-from qkv.scores import Additive, Cosine, Dot, Gaussian, Modified, Multiplicative, ScaledDot
+from qkv.scores import (
+    Additive,
+    Cosine,
+    Dot,
+    Gaussian,
+    Modified,
+    Multiplicative,
+    Relative,
+    ScaledDot,
+)
 from qkv.scores.distance import ExpandedGaussian
 from qkv.scores.functions import EvaluatedScore
 from qkv.util.caches import create_table
@@ -94,7 +103,7 @@ def unsupported_reason(call: Call) -> str | None:
     reason = _mask_too_large_reason(call, split_mask(call))
     if reason:
         return reason
-    if isinstance(call.score, Modified):
+    if isinstance(call.score, Modified | Relative):
         return _score_mod_reason(call)
     if _is_plain_additive(call):
         return None
@@ -203,7 +212,7 @@ def describe(call: Call) -> str:
     if isinstance(call.score, EvaluatedScore):
         return "the function of the score runs once; the kernels read its scores like a float mask"
     parts = [_describe_scores(kernel_form(call.score))]
-    if isinstance(call.score, Modified):
+    if isinstance(call.score, Modified | Relative):
         parts.append("score_mod compiled into the kernels")
     for rule in split_mask(call).rules:
         reason = None if isinstance(rule, ArrayMask) else rule_translation_error(call, rule)

@@ -19,7 +19,7 @@ from qkv.frameworks import is_array, tree
 from qkv.masks.band import Band
 from qkv.masks.base import AndMask, ArrayMask, Mask
 from qkv.masks.sequences import Blocks, Lengths
-from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, ScaledDot, Score
+from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, Relative, ScaledDot, Score
 from qkv.scores.additive import SeparableAdditive
 from qkv.scores.base import DotProductForm
 from qkv.scores.distance import ExpandedGaussian
@@ -117,11 +117,18 @@ def _split_rule(call: Call, rule: Mask) -> MaskBounds:
 
 
 def split_score(call: Call) -> tuple[Call, tuple[Callable[..., Any], ...]]:
-    """Return the call with the score inside of `Modified`, and the score_mods, the first first."""
+    """Return the call with the score inside of `Modified`, and the score_mods, the first first.
+
+    The bias of a `Relative` is a score_mod too.
+    """
     score_mods: list[Callable[..., Any]] = []
-    while isinstance(call.score, Modified):
-        score_mods.insert(0, call.score.score_mod)
-        call = replace(call, score=call.score.score)
+    while isinstance(call.score, Modified | Relative):
+        score = call.score
+        if isinstance(score, Relative):
+            score_mods.insert(0, score.as_score_mod(call.n, call.m))
+        else:
+            score_mods.insert(0, score.score_mod)
+        call = replace(call, score=score.score)
     return call, tuple(score_mods)
 
 
