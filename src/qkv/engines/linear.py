@@ -2,7 +2,9 @@
 
 With `Raw` weights α(q, k) = φ(q)·ψ(k), the sum over the keys is a matrix (w, d_v) that all queries
 share. So n queries and m keys cost n + m products with it, instead of n · m scores. Bias and offset
-of a score are two further columns of φ and ψ. Gradients follow from the framework's operations.
+of a score are two further columns of φ and ψ. `Normalized` weights are divided by φ(q)·Σ ψ(k), the
+sum of one more column of values, 1. With a causal mask the sums are cumulative, by chunks.
+Gradients follow from the framework's operations.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from dataclasses import replace
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
+from qkv.engines.causal_sums import chunk_size, sum_causally
 from qkv.errors import FrameworkError, format_count
 from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
 from qkv.frameworks.tree import array_leaves, replace_arrays
-from qkv.scores import Cosine, Dot, Gated, Multiplicative, ScaledDot
+from qkv.masks import is_plain_causal
+from qkv.scores import Cosine, Dot, FeatureMap, Gated, Multiplicative, ScaledDot
 from qkv.scores.distance import ExpandedGaussian
 from qkv.util.types import Array, Span
-from qkv.weightings.normalized import Raw
+from qkv.weightings.normalized import Normalized, Raw, divisor_or_infinity
 
 NAME = "linear"
 UPCASTS = True
@@ -37,19 +41,21 @@ STORED_SCORES = (Dot, ScaledDot, Cosine, Multiplicative)
 
 def shape_based_reason(call: Call) -> str | None:
     """Return why this engine is not used, judged by shapes and types without array values."""
-    if type(call.weighting) is not Raw:
+    if type(call.weighting) not in (Raw, Normalized):
         name = type(call.weighting).__name__
         return f"the weights of {name} are not the scores, so the sum cannot be rearranged"
+    if getattr(call.weighting, "on_empty", "zero") != "zero":
+        return "a query without weights needs its scores: only on_empty='zero' does not"
     if call.wants_weights:
         return "it never computes the weights that the call returns"
     if call.wants_lse:
-        return "Raw has no log-sum-exp"
+        return f"{type(call.weighting).__name__} has no log-sum-exp"
     if call.dropout:
         return "dropout changes each weight separately"
     if call.bias is not None:
         return "a float mask changes each score separately"
-    if call.rule is not None and not call.rule.is_shared_by_queries:
-        return "the mask differs between queries"
+    if call.rule is not None and not (call.rule.is_shared_by_queries or _is_causal(call)):
+        return "the mask differs between queries, and is not masks.causal"
     if isinstance(call.score, Gated):
         return "the gate multiplies each score, so the score is not a dot product"
     if call.has_unknown_length:
@@ -72,7 +78,11 @@ def slower_reason(call: Call) -> str | None:
     width, numbers = _feature_width(call), math.prod(call.lead) * (call.n + call.m)
     value_width = call.fw.static_shape(call.value)[-1]
     pairs = call.n * call.m * (call.fw.static_shape(call.key)[-1] + value_width)
-    if pairs < 2 * (call.n + call.m) * width * value_width:
+    products = 2 * (call.n + call.m) * width * value_width
+    if _is_causal(call):
+        pairs //= 2
+        products += call.n * chunk_size(width, value_width) * (width + value_width)
+    if pairs < products:
         return (
             f"sums of {format_count(width)} × {format_count(value_width)} numbers take longer than "
             f"the scores of {format_count(call.n)} queries and {format_count(call.m)} keys"
@@ -89,12 +99,18 @@ def is_data_dependent(call: Call) -> bool:
 
 def describe(call: Call) -> str:
     shape = _feature_width(call), call.fw.static_shape(call.value)[-1]
-    return f"φ(q)·Σ ψ(k) vᵀ, rearranged: one sum of {shape[0]:,} × {shape[1]:,} numbers, no scores"
+    text = f"φ(q)·Σ ψ(k) vᵀ, rearranged: one sum of {shape[0]:,} × {shape[1]:,} numbers"
+    if _is_causal(call):
+        return f"{text} for each {chunk_size(*shape)} queries"
+    return f"{text}, no scores"
 
 
 def _feature_width(call: Call) -> int:
     """Return the width of φ and ψ, with bias and offset."""
     score = call.score if isinstance(call.lowering, str) else call.lowering[0]
+    if isinstance(score, FeatureMap):
+        width: int = score.feature_width(call.query)
+        return width
     columns = 2 if isinstance(score, ExpandedGaussian) else 0
     return score.dot_product_width(call.fw.static_shape(call.query)[-1]) + columns
 
@@ -106,16 +122,16 @@ def run(call: Call) -> tuple[Array, None, None]:
     """
     assert not isinstance(call.lowering, str)
     original, call = call, replace(call, score=call.lowering[0]).upcast()
-    query, sums = _sum_keys(call)
+    out, sums = _compute_output(call)
     finite = _are_finite(call.fw, sums)
     if finite is not None:
-        return call.fw.matmul(query, sums) if finite else streaming.run(original)[0], None, None
+        return out if finite else streaming.run(original)[0], None, None
     if not call.fw.needs_equal_spans:
         # TensorFlow cannot differentiate a branch with a gradient of its own.
         raise FrameworkError("the linear engine reads whether its sums are finite")
 
     def run_linear(*arrays: Array) -> Array:
-        return call.fw.matmul(*_sum_keys(replace_arrays(call.fw, call, arrays)))
+        return _compute_output(replace_arrays(call.fw, call, arrays))[0]
 
     def run_in_blocks(*arrays: Array) -> Array:
         return streaming.run(replace_arrays(call.fw, call, arrays))[0]
@@ -128,21 +144,36 @@ def run(call: Call) -> tuple[Array, None, None]:
     )
 
 
-def _sum_keys(call: Call) -> tuple[Array, Array]:
-    """Return φ (…, n, w) and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over the keys that the mask allows."""
+def _is_causal(call: Call) -> bool:
+    return call.at is None and is_plain_causal(call.rule)
+
+
+def _compute_output(call: Call) -> tuple[Array, Array]:
+    """Return the output (…, n, d_v), and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over all keys that count."""
     fw, key, value = call.fw, call.key, call.value
     assert value is not None
+    is_causal, is_normalized = _is_causal(call), type(call.weighting) is Normalized
     heads = {fw.static_shape(x)[-3] for x in (key, value) if len(x.shape) > 2} - {1}
     if call.rule is not None or len(heads) > 1:
         key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
-    if call.rule is not None:
+    if is_normalized:  # the sum of this column is that of the weights
+        value = fw.xp.concat([value, fw.full((*value.shape[:-1], 1), 1.0, value)], axis=-1)
+    if call.rule is not None and not is_causal:
         # One query stands for all. Masked rows may be NaN.
         live = call.rule.allowed_pairs(calls.make_block(call, Span(0, 1)))
         live = None if live is None else fw.xp.matrix_transpose(live)
         key, value = (fw.fill_unless(x, live) for x in (key, value))
     query, key = call.score.dot_product_form(call.query, key).augmented_vectors()
-    sums = fw.matmul(fw.xp.matrix_transpose(key), value)
-    return query, calls.repeat_shared_heads(call, sums)
+    if is_causal:
+        size = chunk_size(query.shape[-1], value.shape[-1])
+        out, sums = sum_causally(query, key, value, size)
+    else:
+        sums = fw.matmul(fw.xp.matrix_transpose(key), value)
+        sums = calls.repeat_shared_heads(call, sums)
+        out = fw.matmul(query, sums)
+    if is_normalized:
+        out = out[..., :-1] / divisor_or_infinity(out[..., -1:])
+    return out, sums
 
 
 def _are_finite(fw: Framework, sums: Array) -> bool | None:

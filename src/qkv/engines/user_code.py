@@ -23,7 +23,7 @@ from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import UnreadArray
 from qkv.masks import Mask
 from qkv.masks.base import ArrayMask, CompoundMask
-from qkv.scores import Constant, Modified, Score, evaluate_block
+from qkv.scores import Constant, FeatureMap, Modified, Score, evaluate_block
 from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
@@ -53,7 +53,10 @@ def evaluates_functions(call: Call) -> bool:
         return False
     if call.has_unknown_length or fw.has_empty_axis((*call.lead, call.n, call.m)):
         return False
-    in_score = not (isinstance(call.score, EvaluatedScore) or _has_signature(fw, call.score))
+    has_scores = isinstance(
+        call.score, EvaluatedScore | FeatureMap
+    )  # φ runs on rows, in any engine
+    in_score = not (has_scores or _has_signature(fw, call.score))
     if not in_score and (call.rule is None or _has_signature(fw, call.rule)):
         return False
     if any(fw.is_compiling(x) for x in tree.array_leaves(fw, call)):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from qkv.scores.additive import Additive
 from qkv.scores.base import Score
 from qkv.scores.distance import Gaussian, Laplace
+from qkv.scores.feature_map import FeatureMap
 from qkv.scores.functions import (
     Modified,
     evaluate_block,
@@ -40,6 +41,7 @@ NAMES.update(
     exact=Exact,
     modified=Modified,
     relative=Relative,
+    feature_map=FeatureMap,
 )
 
 Name = Literal[
@@ -53,6 +55,7 @@ Name = Literal[
     "epanechnikov",
     "constant",
     "exact",
+    "feature_map",
 ]
 """Names of scores without required fields, for type checkers. `resolve` also accepts aliases."""
 LearnedName = Literal["multiplicative", "additive", "gated"]
@@ -69,6 +72,7 @@ __all__ = [
     "Dot",
     "Epanechnikov",
     "Exact",
+    "FeatureMap",
     "Gated",
     "Gaussian",
     "Laplace",

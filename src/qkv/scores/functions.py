@@ -147,6 +147,8 @@ def has_user_code(score: Any) -> bool:
     inner, bias = getattr(score, "score", None), getattr(score, "bias", None)
     if inner is not None and callable(bias) and not isinstance(bias, Record):
         return True
+    if callable(getattr(score, "phi", None)):
+        return True
     return isinstance(score, UserScore | Modified | EvaluatedScore) or (
         inner is not None and has_user_code(inner)
     )
@@ -157,7 +159,9 @@ def user_functions(score: Any) -> list[Callable[..., Any]]:
     if isinstance(score, UserScore):
         return [] if dataclasses.is_dataclass(score.function) else [score.function]
     inner = user_functions(score.score) if hasattr(score, "score") else []
-    bias = getattr(score, "bias", None)
+    bias, phi = getattr(score, "bias", None), getattr(score, "phi", None)
+    if callable(phi):
+        return [] if dataclasses.is_dataclass(phi) else [phi]
     if callable(bias) and not dataclasses.is_dataclass(bias):
         return [bias, *inner]
     return [score.score_mod, *inner] if isinstance(score, Modified) else inner
