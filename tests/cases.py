@@ -136,6 +136,7 @@ MASKS: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
     ),
     "lengths": ({}, lambda _: masks.lengths([3, 8])),
     "documents": ({}, lambda _: masks.documents([0] * 4 + [1] * 3, [0] * 5 + [1] * 4)),
+    "packed": ({}, lambda _: masks.packed([0, 3, 3, 7], [0, 2, 4, 9], causal=True)),
     "custom": ({}, lambda _: masks.custom(lambda b, h, i, j: (i + j + h) % 2 == 0)),
     "boolean": ({"mask": _ALLOWED}, lambda a: a["mask"]),
     "float": ({"mask": _BIAS}, lambda a: a["mask"]),

@@ -17,6 +17,7 @@ from qkv.masks.band import Band, Dilated, GlobalTokens, Strided
 from qkv.masks.base import AndMask, ArrayMask, Mask, NotMask, OrMask
 from qkv.masks.functions import CustomMask
 from qkv.masks.integers import MAX_POSITION
+from qkv.masks.packed_sequences import LastKeys
 from qkv.masks.sequences import Blocks, Documents, Lengths
 
 
@@ -89,6 +90,9 @@ class RuleTranslator:
     def _documents(self, rule: Documents) -> Value:
         ids = self._load_ids(rule.query_ids, "q"), self._load_ids(rule.key_ids, "k")
         return self.expressions.compare("==", *ids)
+
+    def _last_keys(self, rule: LastKeys) -> Value:
+        return self.expressions.compare("<=", self.positions["k"], self._load_ids(rule.last, "q"))
 
     def _blocks(self, rule: Blocks) -> Value:
         made = self.expressions
@@ -165,6 +169,7 @@ class RuleTranslator:
         GlobalTokens: _global_tokens,
         Lengths: _lengths,
         Documents: _documents,
+        LastKeys: _last_keys,
         Blocks: _blocks,
         ArrayMask: _array,
     }

@@ -1,0 +1,133 @@
+"""Packed sequences: several sequences one after the other on the axis of the rows, no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.frameworks import get_framework, is_array
+from qkv.masks.band import causal as causal_mask
+from qkv.masks.base import BlockVerdict, Mask
+from qkv.masks.integers import (
+    check_row_shape,
+    copied_to_host,
+    host_values,
+    per_position,
+    to_framework_integers,
+    validate_integers,
+)
+from qkv.masks.sequences import documents
+from qkv.util.types import Array, Block, Shape, Span
+
+
+@dataclass(frozen=True, repr=False)
+class LastKeys(Mask):
+    """Query i sees the keys up to last[i], (n,)."""
+
+    last: Any
+    has_key_axis: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return f"last keys of shape {tuple(self.last.shape)}"
+
+    def allowed_pairs(self, block: Block) -> Array | None:
+        return block.k <= per_position(self.last, block.rows, block)[..., :, None]
+
+    def with_arrays_like(self, like: Array) -> Mask:
+        return LastKeys(to_framework_integers(self.last, like))
+
+    def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        last = self._host_rows(rows)
+        return (0, m) if last is None else (0, max(min(int(last.max()) + 1, m), 0))
+
+    def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
+        return self.block_verdicts(rows, [cols], n, m)[0]
+
+    def block_verdicts(
+        self, rows: Span, spans: Sequence[Span], n: int, m: int
+    ) -> list[BlockVerdict]:
+        last = self._host_rows(rows)
+        if last is None:
+            return [None] * len(spans)
+        least, most = int(last.min()), int(last.max())
+        return [
+            False if x.start > most else True if x.start + x.size - 1 <= least else None
+            for x in spans
+        ]
+
+    def _host_rows(self, rows: Span) -> np.ndarray[Any, Any] | None:
+        host = host_values(self.last)
+        host = None if host is None else host[rows.start : rows.start + rows.size]
+        return None if host is None or not host.size else host
+
+    def check_shapes(self, lead: Shape, n: int, m: int) -> None:
+        check_row_shape("masks.packed: cu_q", self.last, (), n, n)
+
+
+def packed(cu_q: Any, cu_k: Any = None, causal: bool = False) -> Mask:
+    """Each query sees the keys of its own sequence only: sequences lie one after the other.
+
+    Sequence s has the queries cu_q[s] … cu_q[s + 1] − 1 and the keys cu_k[s] … cu_k[s + 1] − 1;
+    without cu_k the keys are those of the queries. Both are integers (sequences + 1,) that begin
+    with 0 and end with the number of rows, as in `flash_attn_varlen_func`. With `causal`, the last
+    query of each sequence sees all its keys, and the query before it one key less.
+
+    Shapes: query (…, heads, rows, d), which is `q.transpose(0, 1)` of flash-attn's (rows, heads,
+    d). Offsets on a device are copied to the host once, when the mask is created.
+
+    >>> import qkv
+    >>> qkv.weights([[0.0]] * 3, [[0.0]] * 3, mask=packed([0, 2, 3]))
+    array([[0.5, 0.5, 0. ],
+           [0.5, 0.5, 0. ],
+           [0. , 0. , 1. ]])
+    """
+    own, q = _read_offsets("cu_q", cu_q)
+    other, k = (own, q) if cu_k is None else _read_offsets("cu_k", cu_k)
+    if len(q) != len(k):
+        raise ShapeError(
+            f"masks.packed: cu_q has {len(q)} offsets and cu_k {len(k)}: each sequence needs one "
+            "in both"
+        )
+    ids = np.arange(len(q) - 1)
+    query_ids, key_ids = (
+        _array_like(x, np.repeat(ids, np.diff(y))) for x, y in ((own, q), (other, k))
+    )
+    mask = documents(query_ids, key_ids)
+    if not causal:
+        return mask
+    if np.array_equal(q, k):
+        return mask & causal_mask
+    last = np.arange(q[-1]) + np.repeat(k[1:] - q[1:], np.diff(q))
+    return mask & LastKeys(_array_like(own, last))
+
+
+def _read_offsets(name: str, offsets: Any) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Return the offsets as they are, and checked on the host."""
+    offsets = validate_integers(f"masks.packed: {name}", offsets)
+    host = copied_to_host(offsets)
+    if host is None:
+        raise DtypeError(
+            f"masks.packed: {name} must not be traced: pass NumPy integers, or masks.documents(ids)"
+        )
+    if host.ndim != 1 or len(host) < 2:
+        raise ShapeError(
+            f"masks.packed: {name} must be (sequences + 1,), not of shape {host.shape}"
+        )
+    if host[0] != 0 or (np.diff(host) < 0).any():
+        raise ArgumentError(
+            f"masks.packed: {name} must begin with 0 and not decrease: pass cumulative lengths, "
+            "such as np.cumsum([0, *lengths])"
+        )
+    return offsets, host.astype(np.int64)
+
+
+def _array_like(like: Any, host: np.ndarray[Any, Any]) -> Any:
+    """Return int32 numbers on the framework and device of `like`."""
+    host = host.astype(np.int32)
+    if not is_array(like) or isinstance(like, np.ndarray):
+        return host
+    return get_framework(like).array_from_host(host, like, "int32")
