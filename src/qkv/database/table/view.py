@@ -689,8 +689,10 @@ class TableView:
     def _key_sample(self) -> np.ndarray:
         """The vectors of the first keys, from which a score adapts to the keys."""
         first = next(iter(self._read_segments()))
+        first.check_not_truncated()
         scale = first.tensors.get("scale")
-        return RowChunk(first.tensors["code"], live=first.live, scale=scale).sample_keys()
+        # A copy: the file may be truncated later.
+        return np.array(RowChunk(first.tensors["code"], live=first.live, scale=scale).sample_keys())
 
     @cached_property
     def _located_parts(self) -> tuple[np.ndarray, list[Segment], list[np.ndarray | None]]:
