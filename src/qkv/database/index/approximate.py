@@ -263,9 +263,9 @@ def _answer_best_rows(
         return None
     # The length of a query changes no order.
     found = plan.search(np.ascontiguousarray(code, np.float32), effort).positions
-    if found.min(initial=0) < 0:
+    found.sort(axis=1)
+    if found[:, 0].min() < 0:
         return None
-    found = np.sort(found, axis=1)
     scored = best_rows.score_rows(view, metric, executor.score, code, slopes, found)
     if scored is None:
         return None

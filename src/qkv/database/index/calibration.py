@@ -39,6 +39,9 @@ BEST_ROWS = 10
 RERANKED_ROWS = 32
 """The recall is measured with this many rows, by their codes the nearest, that are read in full."""
 
+RECALL_MARGIN = 1.645
+"""The one-sided 95 % quantile of a normal number."""
+
 MIN_LISTS, MAX_ROW_SHARE = 2, 0.25
 """The first effort reads this many lists. The last one finds at most this share of the rows."""
 
@@ -132,8 +135,18 @@ class IndexReport:
         )
 
     def find_ranking_effort(self) -> Effort | None:
-        """Return the smallest effort with the requested recall, or None."""
-        return next((x for x in self.efforts if x.recall >= self.recall), None)
+        """Return the smallest effort with the requested recall, or None.
+
+        The recall of few queries is uncertain, so it must be above the requested one by a margin:
+        the lower end of its confidence interval, as if a query found all of its best rows or none.
+        """
+        queries = max(self.queries, 1)
+
+        def has_recall(effort: Effort) -> bool:
+            variance = effort.recall * (1 - effort.recall) / queries
+            return effort.recall - RECALL_MARGIN * math.sqrt(variance) >= self.recall
+
+        return next(filter(has_recall, self.efforts), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for the settings of a store."""
@@ -231,14 +244,15 @@ def measure_index(
 
 
 def _choose_search_sizes(index: RowIndex) -> list[tuple[int, int]]:
-    """Return the numbers of lists and rows of searches, each about twice as large as the last."""
+    """Return the numbers of lists and rows of searches: 2, 3, 4, 6, 8, 12, … lists."""
     sizes, lists = [], MIN_LISTS
     while lists < index.list_count:
         rows = max(int(lists * index.rows_per_list * FOUND_SHARE), RERANKED_ROWS)
         if rows > MAX_ROW_SHARE * index.total:
             break
         sizes.append((lists, rows))
-        lists *= 2
+        is_power_of_two = not lists & (lists - 1)
+        lists = lists * 3 // 2 if is_power_of_two else lists * 4 // 3
     return sizes
 
 

@@ -232,6 +232,10 @@ class RowIndex:
         some rows are not, more lists are read, so that they have as many selected rows.
         Without `estimates_rest`, `log_rest` is NaN.
         """
+        if not estimates_rest and len(queries) <= MAX_QUERIES_PER_CALL:
+            positions = self._search_one_group(queries, lists, count, metric, selection)
+            if positions is not None:
+                return FoundRows(positions, np.array([np.nan] * len(queries)))
         step = max(MAX_SCORES_PER_SEARCH // max(self.list_count, 1), 1)
         found = [
             self._search_batch(
@@ -254,10 +258,6 @@ class RowIndex:
     ) -> FoundRows:
         check_deadline()
         allowed = self._find_allowed_rows(selection)
-        if not estimates_rest and len(queries) <= MAX_QUERIES_PER_CALL and allowed.are_all:
-            positions = self._search_one_group(queries, lists, count, metric)
-            if positions is not None:
-                return FoundRows(positions, np.full(len(queries), np.nan))
         similarity, at = self._list_similarity(queries, metric), np.arange(len(queries))[:, None]
         first = self.list_count - min(lists, self.list_count)
         is_read = None
@@ -291,7 +291,12 @@ class RowIndex:
         return FoundRows(positions, log_rest)
 
     def _search_one_group(
-        self, queries: np.ndarray, lists: int, count: int, metric: IndexMetric
+        self,
+        queries: np.ndarray,
+        lists: int,
+        count: int,
+        metric: IndexMetric,
+        selection: RowSelection | None,
     ) -> np.ndarray | None:
         """Return the positions of near rows, as `search` does, or None if it must find the lists.
 
@@ -300,6 +305,9 @@ class RowIndex:
         group = self._groups[0] if len(self._groups) == 1 else None
         if group is None or metric.is_distance or group.lists.list_count != self.list_count:
             return None
+        if not self._find_allowed_rows(selection).are_all:
+            return None
+        check_deadline()
         size = min(count, group.lists.rows)
         return group.to_positions(group.lists.find_rows(queries, lists, size))
 

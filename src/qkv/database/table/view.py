@@ -135,6 +135,8 @@ class TableView:
         single = len(queries) == 1 and type(queries[0]) is str
         if single and (cached := self._query_cache.get(queries[0])) is not None:
             return cached
+        if self._are_encoded_vectors(queries):
+            return EncodedQuery(queries)
         try:
             encoded = self.encoder.encode_full_query(queries)
         except (
@@ -153,6 +155,18 @@ class TableView:
                 self._query_cache = {}
             self._query_cache[queries[0]] = encoded
         return encoded
+
+    def _are_encoded_vectors(self, queries: Any) -> bool:
+        """Return whether the encoder of vectors would return these queries as they are."""
+        return (
+            type(queries) is np.ndarray
+            and queries.dtype == np.float32
+            and queries.ndim == 2
+            and self.encoder.is_identity
+            and queries.shape[1] == self._vector_widths[0]
+            and queries.flags.c_contiguous
+            and bool(np.isfinite(queries).all())
+        )
 
     def resolve_score(self, score: ScoreLike | None) -> Score:
         """Return the score object; None means the default score of the encoder."""
