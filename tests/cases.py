@@ -92,6 +92,7 @@ SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
         lambda a: scores.Relative(scores.Alibi(a["slopes"])),
     ),
     "t5": ({"table": _normal(4, 6)}, lambda a: scores.Relative(scores.T5Bias(a["table"], True, 5))),
+    "decay": ({"rate": np.array([0.5, 0.25, 0.1, 1.0])}, lambda a: scores.Decay(a["rate"])),
     "feature_map": ({}, lambda _: scores.FeatureMap()),
     "own_class": ({"w": _normal(D)}, lambda a: Own(a["w"])),
     "own_function": ({"w": _normal(D)}, _closure),

@@ -21,7 +21,7 @@ from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
 from qkv.frameworks.tree import array_leaves, replace_arrays
 from qkv.masks import is_plain_causal
-from qkv.scores import Cosine, Dot, FeatureMap, Gated, Multiplicative, ScaledDot
+from qkv.scores import Cosine, Decay, Dot, FeatureMap, Gated, Multiplicative, ScaledDot, Score
 from qkv.scores.distance import ExpandedGaussian
 from qkv.util.types import Array, Span
 from qkv.weightings.normalized import Normalized, Raw, divisor_or_infinity
@@ -54,8 +54,11 @@ def shape_based_reason(call: Call) -> str | None:
         return "dropout changes each weight separately"
     if call.bias is not None:
         return "a float mask changes each score separately"
+    if isinstance(call.score, Decay) and (call.score.align != "top_left" or not _is_causal(call)):
+        return "the weights decay with the distance, which only sums with masks.causal can do"
     if call.rule is not None and not (call.rule.is_shared_by_queries or _is_causal(call)):
         return "the mask differs between queries, and is not masks.causal"
+    call = _without_decay(call)
     if isinstance(call.score, Gated):
         return "the gate multiplies each score, so the score is not a dot product"
     if call.has_unknown_length:
@@ -68,8 +71,10 @@ def shape_based_reason(call: Call) -> str | None:
 
 
 def unsupported_reason(call: Call) -> str | None:
-    reason = shape_based_reason(call)
-    return reason or (call.lowering if isinstance(call.lowering, str) else None)
+    if reason := shape_based_reason(call):
+        return reason
+    lowering = _without_decay(call).lowering
+    return lowering if isinstance(lowering, str) else None
 
 
 def slower_reason(call: Call) -> str | None:
@@ -94,7 +99,7 @@ def slower_reason(call: Call) -> str | None:
 
 def is_data_dependent(call: Call) -> bool:
     """Return whether array values decide if the score can be lowered."""
-    return call.score.needs_range
+    return _without_decay(call).score.needs_range
 
 
 def describe(call: Call) -> str:
@@ -107,6 +112,7 @@ def describe(call: Call) -> str:
 
 def _feature_width(call: Call) -> int:
     """Return the width of φ and ψ, with bias and offset."""
+    call = _without_decay(call)
     score = call.score if isinstance(call.lowering, str) else call.lowering[0]
     if isinstance(score, FeatureMap):
         width: int = score.feature_width(call.query)
@@ -120,8 +126,11 @@ def run(call: Call) -> tuple[Array, None, None]:
 
     Then a value is infinite, or NaN where its weight may be 0, or the sums overflow.
     """
-    assert not isinstance(call.lowering, str)
-    original, call = call, replace(call, score=call.lowering[0]).upcast()
+    original, lowering = call, _without_decay(call).lowering
+    assert not isinstance(lowering, str)
+    score: Score = lowering[0]
+    score = replace(call.score, score=score) if isinstance(call.score, Decay) else score
+    call = replace(call, score=score).upcast()
     out, sums = _compute_output(call)
     finite = _are_finite(call.fw, sums)
     if finite is not None:
@@ -148,6 +157,11 @@ def _is_causal(call: Call) -> bool:
     return call.at is None and is_plain_causal(call.rule)
 
 
+def _without_decay(call: Call) -> Call:
+    """Return the call with the score inside of `Decay`."""
+    return replace(call, score=call.score.score) if isinstance(call.score, Decay) else call
+
+
 def _compute_output(call: Call) -> tuple[Array, Array]:
     """Return the output (…, n, d_v), and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over all keys that count."""
     fw, key, value = call.fw, call.key, call.value
@@ -163,10 +177,12 @@ def _compute_output(call: Call) -> tuple[Array, Array]:
         live = call.rule.allowed_pairs(calls.make_block(call, Span(0, 1)))
         live = None if live is None else fw.xp.matrix_transpose(live)
         key, value = (fw.fill_unless(x, live) for x in (key, value))
-    query, key = call.score.dot_product_form(call.query, key).augmented_vectors()
+    score = _without_decay(call).score
+    query, key = score.dot_product_form(call.query, key).augmented_vectors()
     if is_causal:
         size = chunk_size(query.shape[-1], value.shape[-1])
-        out, sums = sum_causally(query, key, value, size)
+        rate = call.score.rates(query) if isinstance(call.score, Decay) else None
+        out, sums = sum_causally(query, key, value, size, rate)
     else:
         sums = fw.matmul(fw.xp.matrix_transpose(key), value)
         sums = calls.repeat_shared_heads(call, sums)

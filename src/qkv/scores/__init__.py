@@ -22,7 +22,15 @@ from qkv.scores.functions import (
 from qkv.scores.gated import Gated
 from qkv.scores.product import Cosine, Dot, Multiplicative, ScaledDot
 from qkv.scores.registry import NAMES, register, resolve
-from qkv.scores.relative import Alibi, Relative, T5Bias, alibi_slopes, t5_buckets
+from qkv.scores.relative import (
+    Alibi,
+    Decay,
+    Relative,
+    RelativeScore,
+    T5Bias,
+    alibi_slopes,
+    t5_buckets,
+)
 from qkv.scores.window import Boxcar, Constant, Epanechnikov, Exact, Triangular
 
 NAMES.update(
@@ -41,6 +49,7 @@ NAMES.update(
     exact=Exact,
     modified=Modified,
     relative=Relative,
+    decay=Decay,
     feature_map=FeatureMap,
 )
 
@@ -69,6 +78,7 @@ __all__ = [
     "Boxcar",
     "Constant",
     "Cosine",
+    "Decay",
     "Dot",
     "Epanechnikov",
     "Exact",
@@ -81,6 +91,7 @@ __all__ = [
     "Multiplicative",
     "Name",
     "Relative",
+    "RelativeScore",
     "ScaledDot",
     "Score",
     "ScoreLike",

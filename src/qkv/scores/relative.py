@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,9 @@ from qkv.errors import (
     ArgumentError,
     DtypeError,
     ShapeError,
+    as_float,
     call_user_function,
+    coerce_field_to_float,
     unknown_name_error,
     validate_sizes,
 )
@@ -26,6 +29,15 @@ from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Block, Shape, Span
 
 ALIGNMENTS = {"top_left": 0, "bottom_right": 1}
+
+
+def take_numbers(x: Array, at: Array) -> Array:
+    """Return the numbers of an array at positions in the order of its memory.
+
+    The gradient is an array: without the reshape, TensorFlow's would be slices.
+    """
+    fw = get_framework(x)
+    return fw.take_positions(fw.xp.reshape(x, (-1,)), at)
 
 
 class DistanceBias(Record):
@@ -60,7 +72,7 @@ class Alibi(DistanceBias):
     def __call__(self, distance: Array, head: Array) -> Array:
         fw = get_framework(self.slopes)
         far = fw.astype(fw.xp.abs(distance), fw.dtype_name(self.slopes))
-        return -fw.take_positions(self.slopes, head) * far
+        return -take_numbers(self.slopes, head) * far
 
     def head_count(self) -> int | None:
         return get_framework(self.slopes).static_shape(self.slopes)[0]
@@ -94,8 +106,8 @@ class DistanceTable(DistanceBias):
         if fw.name == "torch":  # two indices, which kernels read as they are
             return self.table[at.long()] if len(shape) == 1 else self.table[head.long(), at.long()]
         if len(shape) == 1:
-            return fw.take_positions(self.table, at)
-        return fw.take_positions(fw.xp.reshape(self.table, (-1,)), head * shape[-1] + at)
+            return take_numbers(self.table, at)
+        return take_numbers(self.table, head * shape[-1] + at)
 
     def head_count(self) -> int | None:
         shape = get_framework(self.table).static_shape(self.table)
@@ -145,7 +157,7 @@ class T5Bias(DistanceBias):
         )
         heads = np.arange(self.table.shape[0])[:, None] * buckets
         at = fw.cached_constant(heads + numbers, self.table, "int32")
-        return fw.take_positions(fw.xp.reshape(self.table, (-1,)), at)
+        return take_numbers(self.table, at)
 
     def __call__(self, distance: Array, head: Array) -> Array:
         return DistanceTable(self.distance_table())(distance, head)
@@ -154,9 +166,47 @@ class T5Bias(DistanceBias):
         return get_framework(self.table).static_shape(self.table)[0]
 
 
+class RelativeScore(Score):
+    """Base of scores that depend on the distance j − i of query i and key j, by `align`."""
+
+    needs_positions: ClassVar[bool] = True
+    score: Score
+    align: str
+
+    def score_block(self, query: Array, key: Array, block: Block) -> Array:
+        """Return the scores of a block, with its positions in the whole call."""
+        raise NotImplementedError
+
+    def as_score_mod(self, n: int, m: int) -> Callable[..., Array]:
+        """Return FlexAttention's `score_mod` of the score inside, for n queries and m keys."""
+        raise NotImplementedError
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        fw = get_framework(query)
+        n, m = fw.axis_length(query, -2), fw.axis_length(key, -2)
+        heads = fw.axis_length(query, -3) if len(query.shape) > 2 else 1
+
+        def make_positions(name: str) -> Array:
+            at = fw.position_range(0, {"q": n, "k": m, "h": heads}.get(name, 1), query)
+            if name == "h" and len(query.shape) > 2:
+                return at[:, None, None]
+            return at[None, :] if name == "k" else at[:, None]
+
+        return self.score_block(query, key, Block(Span(0, n), Span(0, m), n, m, make_positions))
+
+    def shift(self, n: Any, m: Any) -> Any:
+        """Return the position of query 0 among the keys."""
+        return m - n if self.align == "bottom_right" else 0
+
+    def check_alignment(self) -> None:
+        """Raise an error if `align` is not a name."""
+        if self.align not in ALIGNMENTS:
+            raise unknown_name_error("align", self.align, ALIGNMENTS)
+
+
 @suggest_keywords
 @dataclass(frozen=True)
-class Relative(Score):
+class Relative(RelativeScore):
     """s = score(q, k) + bias(j − i), for query i and key j: a relative position bias.
 
     `bias` is one of
@@ -179,7 +229,6 @@ class Relative(Score):
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("alibi", "t5", "relative_position", "position_bias")
-    needs_positions: ClassVar[bool] = True
 
     bias: Array | DistanceBias | Callable[[Array, Array], Array]
     # The default is a name because torch.compile cannot trace an object here.
@@ -188,8 +237,7 @@ class Relative(Score):
 
     def __post_init__(self) -> None:
         resolve_inner_score(self)
-        if self.align not in ALIGNMENTS:
-            raise unknown_name_error("align", self.align, ALIGNMENTS)
+        self.check_alignment()
         if is_array(self.bias):
             object.__setattr__(self, "bias", DistanceTable(self.bias))
         elif not callable(self.bias):
@@ -197,19 +245,6 @@ class Relative(Score):
                 "Relative: bias must be an array, Alibi(slopes), T5Bias(table) or a function "
                 f"(distance, head), not {type(self.bias).__name__}"
             )
-
-    def __call__(self, query: Array, key: Array) -> Array:
-        fw = get_framework(query)
-        n, m = fw.axis_length(query, -2), fw.axis_length(key, -2)
-        heads = fw.axis_length(query, -3) if len(query.shape) > 2 else 1
-
-        def make_positions(name: str) -> Array:
-            at = fw.position_range(0, {"q": n, "k": m, "h": heads}.get(name, 1), query)
-            if name == "h" and len(query.shape) > 2:
-                return at[:, None, None]
-            return at[None, :] if name == "k" else at[:, None]
-
-        return self.score_block(query, key, Block(Span(0, n), Span(0, m), n, m, make_positions))
 
     def score_block(self, query: Array, key: Array, block: Block) -> Array:
         """Return the scores of a block, with its positions in the whole call."""
@@ -224,10 +259,6 @@ class Relative(Score):
             self.bias, distance, head, takes="Relative: bias must take (distance, head)"
         )
         return bias
-
-    def shift(self, n: Any, m: Any) -> Any:
-        """Return the position of query 0 among the keys."""
-        return m - n if self.align == "bottom_right" else 0
 
     def as_score_mod(self, n: int, m: int) -> Callable[..., Array]:
         """Return the bias as FlexAttention's `score_mod` for n queries and m keys."""
@@ -255,6 +286,85 @@ class Relative(Score):
             raise ShapeError(
                 f"Relative: the bias is for {heads} heads, but the query has shape {query}, whose "
                 "axis −3 is the heads"
+            )
+
+    def numbers_per_pair(self, width: int) -> int:
+        return self.score.numbers_per_pair(width) + 1
+
+
+@suggest_keywords
+@dataclass(frozen=True)
+class Decay(RelativeScore):
+    """s = exp(−rate·|j − i|) · score(q, k), for query i and key j: the decay of linear attention.
+
+    `rate` is a number, or an array (h,) with one number for each head, and may be learned. With
+    `weighting="raw"` and `mask="causal"` it is the retention of RetNet, whose γ is exp(−rate), and
+    lightning attention. There the sums over the keys take O(n log n) time, by chunks. A softmax of
+    scores that decay by −rate·|j − i| is `Relative(Alibi(rates))`. `align` is that of `Relative`.
+
+    >>> import numpy as np
+    >>> one = np.ones((3, 1))
+    >>> Decay(np.log(2.0))(one, one)
+    array([[1.  , 0.5 , 0.25],
+           [0.5 , 1.  , 0.5 ],
+           [0.25, 0.5 , 1.  ]])
+    """
+
+    aliases: ClassVar[tuple[str, ...]] = ("retention", "retnet", "lightning_attention")
+
+    rate: float | Array
+    score: Score = "dot"  # type: ignore[assignment]
+    align: str = "top_left"
+
+    def __post_init__(self) -> None:
+        resolve_inner_score(self)
+        self.check_alignment()
+        if is_array(self.rate):
+            if len(self.rate.shape) > 1:  # type: ignore[union-attr]
+                raise ShapeError(
+                    "Decay: rate must be a number or (h,), one for each head, not of shape "
+                    f"{tuple(self.rate.shape)}"  # type: ignore[union-attr]
+                )
+            return
+        if isinstance(self.rate, bool) or not isinstance(self.rate, Real):
+            raise DtypeError(f"Decay: rate must be a number or an array (h,), not {self.rate!r}")
+        if not 0 <= as_float(self.rate) < math.inf:
+            raise ArgumentError(f"Decay: rate must be finite and at least 0, not {self.rate!r:.40}")
+        coerce_field_to_float(self, "rate")
+
+    @property
+    def is_nonnegative(self) -> bool:  # type: ignore[override]
+        return self.score.is_nonnegative
+
+    def score_block(self, query: Array, key: Array, block: Block) -> Array:
+        s = evaluate_block(self.score, query, key, block)
+        fw = get_framework(s)
+        far = fw.xp.abs(block.k - block.q - self.shift(block.n, block.m))
+        return s * fw.xp.exp(-self.rates(s, block.h) * fw.astype(far, fw.dtype_name(s)))
+
+    def rates(self, like: Array, head: Array | None = None) -> Any:
+        """Return the rate, or the rates of heads in the shape of `head` (h, 1, 1)."""
+        fw = get_framework(like)
+        if not is_array(self.rate):
+            return self.rate
+        rate = fw.astype(self.rate, fw.dtype_name(like))
+        if not len(rate.shape):
+            return rate
+        return rate[:, None, None] if head is None else take_numbers(rate, head)
+
+    def as_score_mod(self, n: int, m: int) -> Callable[..., Array]:
+        shift, rate = self.shift(n, m), self.rate
+        if is_array(rate) and len(rate.shape):  # type: ignore[union-attr]
+            return lambda s, b, h, q, k: s * (-rate[h] * (k - q - shift).abs()).exp()  # type: ignore[index]
+        return lambda s, b, h, q, k: s * (-rate * (k - q - shift).abs()).exp()
+
+    def check_shapes(self, query: Shape, key: Shape) -> None:
+        self.score.check_shapes(query, key)
+        heads = tuple(getattr(self.rate, "shape", ()))
+        if heads and sizes_differ(heads[0], query[-3] if len(query) > 2 else 1):
+            raise ShapeError(
+                f"Decay: rate is for {heads[0]} heads, but the query has shape {query}, whose axis "
+                "−3 is the heads"
             )
 
     def numbers_per_pair(self, width: int) -> int:

@@ -15,7 +15,7 @@ def make_bias(kind, table):
     return scores.T5Bias(table[:, :6], max_distance=9) if kind == "t5" else table
 
 
-@pytest.mark.parametrize("kind", ["table", "shared", "alibi", "t5"])
+@pytest.mark.parametrize("kind", ["table", "shared", "alibi", "t5", "decay"])
 def test_output_and_gradients(kind):
     arrays = [torch.randn(1, x, 20, 8, requires_grad=True) for x in (4, 2, 2)]
     arrays.append(torch.randn(4, 7, requires_grad=True))
@@ -23,7 +23,12 @@ def test_output_and_gradients(kind):
     def compute(engine, dtype):
         query, key, value, table = (x.to(dtype) for x in arrays)
         bias = table[0] if kind == "shared" else make_bias(kind, table)
-        options = {"score": scores.Relative(bias), "mask": masks.causal, "engine": engine}
+        score = (
+            scores.Decay(table[:, 0].abs(), "scaled_dot")
+            if kind == "decay"
+            else scores.Relative(bias)
+        )
+        options = {"score": score, "mask": masks.causal, "engine": engine}
         out = qkv.attend(query, key, value, **options)
         return [out.float(), *torch.autograd.grad((out**2).sum(), arrays)]
 

@@ -47,7 +47,7 @@ from qkv.scores import (
     Gaussian,
     Modified,
     Multiplicative,
-    Relative,
+    RelativeScore,
     ScaledDot,
 )
 from qkv.scores.distance import ExpandedGaussian
@@ -103,7 +103,7 @@ def unsupported_reason(call: Call) -> str | None:
     reason = _mask_too_large_reason(call, split_mask(call))
     if reason:
         return reason
-    if isinstance(call.score, Modified | Relative):
+    if isinstance(call.score, Modified | RelativeScore):
         return _score_mod_reason(call)
     if _is_plain_additive(call):
         return None
@@ -212,7 +212,7 @@ def describe(call: Call) -> str:
     if isinstance(call.score, EvaluatedScore):
         return "the function of the score runs once; the kernels read its scores like a float mask"
     parts = [_describe_scores(kernel_form(call.score))]
-    if isinstance(call.score, Modified | Relative):
+    if isinstance(call.score, Modified | RelativeScore):
         parts.append("score_mod compiled into the kernels")
     for rule in split_mask(call).rules:
         reason = None if isinstance(rule, ArrayMask) else rule_translation_error(call, rule)

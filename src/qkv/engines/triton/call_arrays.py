@@ -19,7 +19,7 @@ from qkv.frameworks import is_array, tree
 from qkv.masks.band import Band
 from qkv.masks.base import AndMask, ArrayMask, Mask
 from qkv.masks.sequences import Blocks, Lengths
-from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, Relative, ScaledDot, Score
+from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, RelativeScore, ScaledDot, Score
 from qkv.scores.additive import SeparableAdditive
 from qkv.scores.base import DotProductForm
 from qkv.scores.distance import ExpandedGaussian
@@ -119,12 +119,12 @@ def _split_rule(call: Call, rule: Mask) -> MaskBounds:
 def split_score(call: Call) -> tuple[Call, tuple[Callable[..., Any], ...]]:
     """Return the call with the score inside of `Modified`, and the score_mods, the first first.
 
-    The bias of a `Relative` is a score_mod too.
+    What a `RelativeScore` does is a score_mod too.
     """
     score_mods: list[Callable[..., Any]] = []
-    while isinstance(call.score, Modified | Relative):
+    while isinstance(call.score, Modified | RelativeScore):
         score = call.score
-        if isinstance(score, Relative):
+        if isinstance(score, RelativeScore):
             score_mods.insert(0, score.as_score_mod(call.n, call.m))
         else:
             score_mods.insert(0, score.score_mod)
