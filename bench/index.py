@@ -8,7 +8,10 @@ of ten neighbours of one query, their recall, the time of 1,000 neighbours, the 
 the size of the index as a share of the vectors. Queries are drawn like the rows. Codes are
 re-ranked exactly.
 
-    python -m bench.index [--database] [--rows N] [--width D] [--graphs] [--write]
+With --store, a store of 8-bit vectors is built in this folder, unless it is there, and is asked
+from disk. The row has the memory of the process too.
+
+    python -m bench.index [--database | --store PATH] [--rows N] [--width D] [--graphs] [--write]
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,12 +35,15 @@ QUERIES, BEST, MANY = 200, 10, 1000
 RERANKED = 30
 CLOSENESS, TEMPERATURE = 1.5, 1 / 30
 PROBES, EXPANSIONS = (8, 32, 128), (32, 64, 128)
+ROWS_PER_ADD, EXACT_QUERIES = 500_000, 10
 Search = Callable[[np.ndarray, int], np.ndarray]
 
 
 def main() -> None:
     options = build_parser().parse_args()
-    if options.database:
+    if options.store:
+        rows = [measure_store(options.store, options.rows, options.width)]
+    elif options.database:
         keys, queries = make_clusters(options.rows, options.width, CLOSENESS)
         rows = list(measure_database(keys, queries))
     else:
@@ -53,9 +60,61 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--database", action="store_true", help="ask a database")
+    parser.add_argument("--store", help="ask a store of 8-bit vectors in this folder")
     parser.add_argument("--graphs", action="store_true", help="HNSW too; it builds for minutes")
     parser.add_argument("--write", action="store_true")
     return parser
+
+
+def measure_store(path: str, rows: int, width: int) -> Any:
+    """Return a row for the best rows of a store, which is built if it does not exist."""
+    rng, score = np.random.default_rng(0), scores.Cosine(TEMPERATURE)
+    centres = rng.normal(size=(rows // 1000, width)).astype(np.float32)
+
+    def draw_vectors(seed: int, count: int) -> np.ndarray:
+        """Draw from the same clusters, but with another seed for each block of rows."""
+        rng = np.random.default_rng(seed)
+        x = CLOSENESS * centres[rng.integers(0, len(centres), count)]
+        x += rng.standard_normal(size=x.shape, dtype=np.float32)
+        return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
+
+    database, exists = qkv.open(path, precision="int8"), Path(path).exists()
+    for start in () if exists else range(0, rows, ROWS_PER_ADD):
+        count = min(ROWS_PER_ADD, rows - start)
+        keys = draw_vectors(1 + start // ROWS_PER_ADD, count)
+        database.add(keys, np.arange(start, start + count, dtype=float))
+    if not exists:
+        print(database.index(score=score))
+    queries = draw_vectors(99, 400)
+    shared: Any = {"score": score, "weighting": TopK(BEST), "top": BEST}
+    ask = partial(ask_one, database, shared | {"approximate": True})
+    ms, hits = time_queries(queries, ask), []
+    anonymous, mapped = read_memory()
+    for query in queries[:EXACT_QUERIES]:
+        wanted = {row.index for row in database.ask(query, **shared).rows}
+        found = {row.index for row in ask(query[None]).rows}
+        hits.append(len(wanted & found) / len(wanted))
+    started = time.process_time()
+    database.ask(queries[:256], **shared, approximate=True)
+    batch = 1e3 * (time.process_time() - started)
+    side = {
+        "ms": ms,
+        "ms of 256 at once": batch,
+        "recall@10": float(np.mean(hits)),
+        "rows read": float(ask(queries[:1]).rows_read),
+        "resident, MB": anonymous,
+        "mapped files in memory, MB": mapped,
+    }
+    work = f"ten best rows of a store, {rows:,} × {width} int8, CPU"
+    return {"work": work, "sides": {"qkv": side}, "goals": []}
+
+
+def read_memory() -> tuple[float, float]:
+    """Return the memory of this process and of its mapped files in MB. Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    anonymous, mapped = (int(sizes[name].split()[0]) for name in ("RssAnon", "RssFile"))
+    return anonymous / 1024, mapped / 1024
 
 
 def make_clusters(rows: int, width: int, closeness: float = 0.6) -> tuple[np.ndarray, np.ndarray]:

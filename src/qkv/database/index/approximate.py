@@ -266,7 +266,7 @@ def _answer_best_rows(
     found.sort(axis=1)
     if found[:, 0].min() < 0:
         return None
-    scored = best_rows.score_rows(view, metric, executor.score, code, slopes, found)
+    scored = best_rows.score_rows(view, metric, code, slopes, found)
     if scored is None:
         return None
     assert isinstance(executor.weighting, TopK)

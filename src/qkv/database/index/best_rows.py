@@ -15,8 +15,6 @@ from qkv.database.index.metric import IndexMetric
 from qkv.database.query.executor import LocalBackend, QueryExecutor
 from qkv.database.table.view import TableView
 from qkv.engines.out_of_core.candidates import MAX_GATHERED_FLOATS, pool_values
-from qkv.engines.out_of_core.key_terms import load_key_terms_at
-from qkv.scores import Score
 from qkv.util.deadline import check_deadline
 from qkv.util.types import lazy_property
 
@@ -27,7 +25,7 @@ QUERIES_PER_BATCH = 256
 """The answers of a batch share the memory of their rows, so a batch is small."""
 
 MIN_SQUARE, MAX_SQUARE = 1e-24, 1e24
-"""The squared lengths of queries that are precise in float32."""
+"""The squared lengths of vectors that are precise in float32."""
 
 
 def find_slopes(metric: IndexMetric, query: np.ndarray) -> Any:
@@ -47,7 +45,6 @@ def find_slopes(metric: IndexMetric, query: np.ndarray) -> Any:
 def score_rows(
     view: TableView,
     metric: IndexMetric,
-    score: Score,
     query: np.ndarray,
     slopes: Any,
     positions: np.ndarray,
@@ -57,7 +54,7 @@ def score_rows(
     Also return the key vectors (n, c, d) if there are few. Return None if a score is not finite.
     """
     step = max(MAX_GATHERED_FLOATS // max(positions.shape[1] * query.shape[1], 1), 1)
-    scores, cache = np.empty(positions.shape, query.dtype), view.key_terms_cache()
+    scores = np.empty(positions.shape, query.dtype)
     for start in range(0, len(query), step):
         check_deadline()
         some = slice(start, start + step)
@@ -71,10 +68,11 @@ def score_rows(
             continue
         np.matmul(key, q[:, :, None], out=out[:, :, None])
         if metric.name == "cosine":
-            terms = load_key_terms_at(cache, at, score, key, query.dtype)
-            if terms is None:
+            # Cached key terms would take memory for all rows.
+            squares = np.vecdot(key, key)
+            if not (squares.min() > MIN_SQUARE and squares.max() < MAX_SQUARE):
                 return None
-            out *= terms
+            out /= np.sqrt(squares)
     scores *= slopes
     if not np.isfinite(scores).all():
         return None

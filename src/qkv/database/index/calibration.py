@@ -28,6 +28,9 @@ INTERVAL_LEVEL = 0.9
 QUERIES, QUERIES_OF_MANY_ROWS, MANY_ROWS = 1000, 500, 2**19
 """The number of held-out queries, and that for a table with many rows."""
 
+MAX_MEASURED_SCORES = 2**31
+"""The scores of all held-out queries with all rows. With more rows, there are fewer queries."""
+
 MIN_QUERIES, MAX_RANGES = 100, 5
 """The least queries for an interval. With more, each range of estimates has its own interval."""
 
@@ -208,6 +211,7 @@ def measure_index(
     held_out: np.ndarray | None = None
     if index.parts and queries is None:
         count = min(QUERIES if rows < MANY_ROWS else QUERIES_OF_MANY_ROWS, rows // 2)
+        count = min(count, max(MAX_MEASURED_SCORES // rows, MIN_QUERIES))
         held_out = np.sort(np.random.default_rng(1).choice(rows, count, replace=False))
         queries = view.read_key_vectors(view.ids[held_out])
     if index.parts and queries is not None:
