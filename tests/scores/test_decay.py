@@ -105,6 +105,13 @@ def test_of_exponentials_it_is_alibi():
     np.testing.assert_allclose(out, alpha / alpha.sum(-1, keepdims=True) @ VALUE)
 
 
+@pytest.mark.parametrize("score", [scores.Decay(0.5), scores.Relative(np.array([-3.0, 0, -3.0]))])
+def test_rows_of_a_database_have_positions(score):
+    answer = qkv.Database(KEY[0, 0], np.arange(N)).ask(QUERY[0, 0, 0], score=score, top=N)
+    alpha = qkv.weights(QUERY[0, 0, :1], KEY[0, 0], score=score)[0]
+    np.testing.assert_allclose(answer.weights, alpha, rtol=1e-5)  # keys are float32
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [

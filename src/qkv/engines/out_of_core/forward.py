@@ -135,8 +135,8 @@ def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
     """Return s(q, kᵢ) for every row, (n, m), computed on all cores."""
     out = np.empty((len(query), rows.shape[0]), query.dtype)
     score = adapt_score(rows, score, query.dtype)
-    # Only user code needs the positions of a block.
-    call = Call(query, rows.key, None, score, Weighting()) if has_user_code(score) else None
+    has_positions = has_user_code(score) or score.needs_positions
+    call = Call(query, rows.key, None, score, Weighting()) if has_positions else None
     form = score.dot_product_form(query, query[:1]) if score.is_linear else None
     projected = None if form is None else form.query * form.scale
 
