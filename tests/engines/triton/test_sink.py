@@ -43,3 +43,9 @@ def test_a_query_that_sees_no_key():
     )
     assert (out == 0).all() and (lse == 0.5).all()
     assert (torch.autograd.grad(out.sum(), query)[0] == 0).all()
+
+
+def test_entmax_with_a_sink_is_refused():
+    query = torch.randn(1, 1, 3, 8)
+    with pytest.raises(qkv.errors.EngineError, match="a sink only with softmax"):
+        qkv.attend(query, query, query, weighting=weightings.Entmax(1.5, sink=0.5), engine="triton")

@@ -55,7 +55,7 @@ from qkv.scores.functions import EvaluatedScore
 from qkv.util.caches import create_table
 from qkv.util.types import Array
 from qkv.weightings import Hard, Softmax
-from qkv.weightings.entmax import Tsallis
+from qkv.weightings.entmax import SinkEntmax, Tsallis
 from qkv.weightings.softmax import SinkSoftmax
 
 NAME = "triton"
@@ -86,6 +86,8 @@ def unsupported_reason(call: Call) -> str | None:
         return "the kernels compute in float32, not in float64"
     if isinstance(call.weighting, SinkSoftmax):
         return unsupported_reason(without_sink(call))
+    if isinstance(call.weighting, SinkEntmax):
+        return "the kernels support a sink only with softmax"
     if isinstance(call.weighting, Tsallis):
         return "the kernels support entmax only for a fixed alpha from 1.05 to 2"
     if fw.in_functional_transform():  # type: ignore[attr-defined]
