@@ -35,12 +35,15 @@ TABLES: dict[str, tuple[dict[str, Any], Any, float | None, bool]] = {
     "pairs": ({"key": ["year", "price"], "value": "price"}, (1900.0, 5.0), None, True),
     "mixed": ({"key": ["title", "price"], "value": "year"}, ("Dune", 8.0), 1965.0, False),
 }
-ROOMS = {
-    "room": [f"Room {number}" for number in range(101, 131)],
-    "seats": [float(number % 7) for number in range(30)],
-    "plan": [f"plan {number}" for number in range(30)],
+ROOMS: dict[str, list[Any]] = {
+    "room": [f"Room {number}, floor {number % 5}" for number in range(101, 171)],
+    "seats": [float(number % 7) for number in range(70)],
+    "plan": [f"plan {number}" for number in range(70)],
 }
-ROOM_PAIRS = [(f"Rom {number}", f"Room {number - number % 2}") for number in range(102, 131)]
+ROOM_PAIRS = [
+    (f"Rom {number}", ROOMS["room"][number - number % 2 - 101]) for number in range(102, 131)
+]
+ROOM_QUERIES = ("Room 350", "Rom 111", "floor 3 room 123")
 FIELDS = ("value", "mean", "value_is_mean", "spread", "confidence", "confidence_text", "hint")
 WEIGHTINGS = ("softmax", "average", "topk:2")
 
@@ -151,7 +154,7 @@ def test_every_confidence_is_calibrated_and_lowered_alike(value: str, tmp_path: 
         if name == "calibrated":
             for database in (memory, stored):
                 database.calibrate(ROOM_PAIRS, coverage=0.5)
-        answers = [memory.ask(query) for query in ("Room 350", "Rom 111")]
+        answers = [memory.ask(query) for query in ROOM_QUERIES]
         expected = [approximately(collect_fields(answer)) for answer in answers]
         said.append([answer.confidence for answer in answers])
         others: list[Any] = [

@@ -56,6 +56,9 @@ heaviest row has, together with rows of equal weight. They are fitted to the tas
 weight p₁ alone is too small for typos in large tables: many other rows share the rest, but none
 comes near. The ratio p₁ / p₂ says so.
 """
+MAX_RELIABLE_LOGIT = 6.0
+"""A larger logit says no more: a few wrong answers with one would spoil the fit of `calibrate`."""
+
 MAX_CONFIDENCE = 0.99
 """No confidence is larger: typos can make one key out of another."""
 MAX_LOGIT = 30.0
@@ -486,7 +489,8 @@ class Answer(Displayable):
         bias, share_factor, margin_factor = CONFIDENCE_COEFFICIENTS
         # Many rows that agree a little are less convincing than one row that fits.
         margin = math.log(share / next_share) * min(self._top_weight / share, 1.0)
-        return bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
+        logit = bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
+        return min(max(logit, -MAX_RELIABLE_LOGIT), MAX_RELIABLE_LOGIT)
 
     def _value_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is that of some rows."""

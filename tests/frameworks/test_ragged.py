@@ -11,6 +11,7 @@ from qkv.frameworks.ragged import (
     entry_positions,
     entry_values,
     gather_columns,
+    group_words,
 )
 
 RNG = np.random.default_rng(0)
@@ -88,6 +89,26 @@ def test_places_that_share_their_low_bits_are_distinguished() -> None:
         [2.0, pytest.approx(10**0.5)]
     ]
     assert gather_columns(matrix, np.zeros(0, np.uint32)).tolist() == [[pytest.approx(14**0.5)]]
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_groups_are_columns_of_their_own(has_norm: bool) -> None:
+    """With and without the array: the column of a group is 0 unless the row has all its words."""
+    key, kept, place = random_sparse(200, 30)
+    positions, row = place[3:9], np.array([0, 0, 1, 2, 2])
+    members = np.array([*place[3:5], place[8], place[6], place[20]])
+    groups = group_words(positions, row, members, 0.5, 2.0)
+    full = DenseAndSparse(RNG.normal(size=(200, 4)).astype(np.float32), kept, groups)
+    array = np.asarray(full)
+    assert full.shape == array.shape == (200, 4 + 6 + 3 + 1)
+    has_all = [(key[:, 3:5] != 0).all(axis=1), key[:, 8] != 0, np.zeros(200, bool)]
+    share = np.array([2, 1, 2])[:, None] / np.maximum(np.diff(kept.starts), 1)
+    np.testing.assert_allclose(array[:, 10:13].T, np.where(has_all, 0.5 + share, 0), rtol=1e-6)
+    assert 0 < np.count_nonzero(array[:, 10]) < 200
+    query = RNG.normal(size=(3, 14)).astype(np.float32)
+    query[:, -1] *= has_norm
+    np.testing.assert_allclose(full.inner_products(query), query @ array.T, atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(full[5:9]), array[5:9])
 
 
 def test_a_wide_array_is_cut_before_it_is_made() -> None:

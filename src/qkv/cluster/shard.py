@@ -29,6 +29,7 @@ from qkv.database.storage import Snapshot, Store
 from qkv.database.table.view import ROWS_PER_CHUNK, TableView
 from qkv.errors import QkvError
 from qkv.frameworks import load_framework, threads
+from qkv.frameworks.ragged import SparseColumns
 from qkv.frameworks.stored_rows import StoredRows, WeighedRows
 from qkv.scores import Score
 from qkv.util.types import Arrays
@@ -71,14 +72,14 @@ class Job(NamedTuple):
 
     It is complete, so that a restarted actor can evaluate it.
 
-    `query` (n, d) are vectors, and `words` are the positions of their sparse parts. For a score
+    `query` (n, d) are vectors, and `words` are the columns of their sparse parts. For a score
     that compares keys, `keys` are the queries instead. `total` is the number of rows of all slices.
     `token` identifies the job.
     """
 
     token: str
     query: Any
-    words: np.ndarray | None
+    words: SparseColumns | None
     keys: Any
     score: Score
     weighting: Weighting

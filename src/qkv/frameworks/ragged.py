@@ -114,12 +114,16 @@ def entry_values(vectors: Ragged) -> np.ndarray:
     return vectors.trim_flat().flat.view("<f4")[::2]
 
 
-def gather_columns(vectors: Ragged, positions: np.ndarray) -> np.ndarray:
+def gather_columns(vectors: Ragged, positions: SparseColumns) -> np.ndarray:
     """Return dense vectors (m, w + 1): the values at w positions, and the norm of all others.
 
-    `positions` (w,) ascend. With a query that is 0 at all other positions, the dense vectors have
-    the same dot products and distances as the sparse vectors.
+    Positions ascend. With a query that is 0 at all other positions, the dense vectors have the same
+    dot products and distances as the sparse vectors. Columns of groups are before the last one.
     """
+    if isinstance(positions, WordGroups):
+        plain = gather_columns(vectors, positions.positions)
+        groups = positions.build_columns(plain[:, :-1], np.diff(vectors.starts))
+        return np.concatenate([plain[:, :-1], groups, plain[:, -1:]], axis=1)
     number, starts = entry_values(vectors), vectors.trim_flat().starts
     out = np.zeros((len(vectors), len(positions) + 1), np.float32)
     row, column, at = find_entries(vectors, positions)
@@ -191,18 +195,76 @@ def entry_blocks(entries: int, width: int) -> Iterator[slice]:
     return (slice(at, at + step) for at in range(0, entries, step))
 
 
+@dataclass(eq=False)
+class WordGroups:
+    """Positions (w,) of sparse vectors, and groups of them that a row may contain completely.
+
+    `is_member` (g, w) says which positions belong to a group, and `sizes` (g,) how many positions
+    the group has; some of them may be missing in `positions`. The column of a group is 0 for a row
+    that lacks one of them, else `value` times 1 + `share_factor` · the share of the row's entries
+    that are in the group. So a short row that has all words is above a long one.
+    """
+
+    positions: np.ndarray
+    is_member: np.ndarray
+    sizes: np.ndarray
+    value: float
+    share_factor: float = 0.0
+
+    def build_columns(self, word_columns: np.ndarray, entry_counts: np.ndarray) -> np.ndarray:
+        """Return the columns of the groups (m, g), from those of the positions (m, w).
+
+        `entry_counts` (m,) are the numbers of entries of the rows.
+
+        >>> groups = WordGroups(np.array([5, 9]), np.array([[True, True]]), np.array([2]), 0.5, 1.0)
+        >>> words = np.array([[3.0, 1.0], [0.0, 2.0], [1.0, 1.0]])
+        >>> groups.build_columns(words, np.array([2, 1, 4])).tolist()
+        [[1.0], [0.0], [0.75]]
+        """
+        counts = (word_columns != 0).astype(np.float32) @ self.is_member.T.astype(np.float32)
+        share = self.sizes / np.maximum(entry_counts, 1)[:, None]
+        column = self.value * (1 + self.share_factor * share)
+        return np.where(counts > self.sizes - 0.5, column, 0).astype(np.float32)
+
+
+def group_words(
+    positions: np.ndarray, row: np.ndarray, members: np.ndarray, value: float, share_factor: float
+) -> WordGroups:
+    """Return the groups of the distinct entries (e,) of `members`; `row` (e,) ascends.
+
+    >>> rows, members = np.array([0, 2]), np.array([9, 7])
+    >>> group_words(np.array([5, 9]), rows, members, 0.5, 1.0).is_member.tolist()
+    [[False, True], [False, False]]
+    """
+    is_first = np.diff(row, prepend=-1) != 0
+    first, group = np.flatnonzero(is_first), np.cumsum(is_first) - 1
+    is_member = np.zeros((len(first), len(positions)), bool)
+    if len(positions):
+        at = np.minimum(np.searchsorted(positions, members), len(positions) - 1)
+        known = positions[at] == members
+        is_member[group[known], at[known]] = True
+    sizes = np.diff(np.append(first, len(row)))
+    return WordGroups(positions, is_member, sizes, value, share_factor)
+
+
+SparseColumns = np.ndarray | WordGroups
+"""The columns of the sparse part of a vector: one for each position, and then for each group."""
+
+
 class EncodedQuery(NamedTuple):
     """Queries as vectors (n, d), or (n, d + w + 1) with a sparse part.
 
-    The sparse part has one column for each of `sparse_positions` (w,), and one for all others.
+    The sparse part has w columns, see `SparseColumns`, and one for all other entries.
     """
 
     code: Any
-    sparse_positions: np.ndarray | None = None
+    sparse_positions: SparseColumns | None = None
 
 
-def sparse_width(asked: np.ndarray | None) -> int:
+def sparse_width(asked: SparseColumns | None) -> int:
     """Return the number of columns of the sparse part of an `EncodedQuery`."""
+    if isinstance(asked, WordGroups):
+        return len(asked.positions) + len(asked.sizes) + 1
     return 0 if asked is None else len(asked) + 1
 
 
@@ -219,7 +281,7 @@ class DenseAndSparse:
 
     dense: np.ndarray
     sparse_vectors: Ragged
-    sparse_positions: np.ndarray
+    sparse_positions: SparseColumns
     scale: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -248,14 +310,22 @@ class DenseAndSparse:
         out: np.ndarray = query[:, :width] @ dense.T
         if self.scale is not None:
             out *= self.scale
+        columns = self.sparse_positions
         if np.count_nonzero(query[:, -1]):
-            sparse_columns = gather_columns(self.sparse_vectors, self.sparse_positions)
+            sparse_columns = gather_columns(self.sparse_vectors, columns)
         else:
-            row, column, at = find_entries(self.sparse_vectors, self.sparse_positions)
+            groups = columns if isinstance(columns, WordGroups) else None
+            positions = columns if groups is None else groups.positions
+            row, column, at = find_entries(self.sparse_vectors, positions)  # type: ignore[arg-type]
             if not len(at):
                 return out
             sparse_columns = np.zeros((len(self), query.shape[1] - width), np.float32)
             sparse_columns[row, column] = entry_values(self.sparse_vectors)[at]
+            if groups is not None:
+                word_columns = sparse_columns[:, : len(groups.positions)]
+                sparse_columns[:, word_columns.shape[1] : -1] = groups.build_columns(
+                    word_columns, np.diff(self.sparse_vectors.starts)
+                )
         out += query[:, width:] @ sparse_columns.T.astype(query.dtype, copy=False)
         return out
 

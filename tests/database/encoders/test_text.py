@@ -191,6 +191,15 @@ def mixed_scores(queries: list[str], keys: list[str]) -> np.ndarray:
             one, all_keys = head.encode_pair([query], keys if head is heads[0] else sample)
             long = np.array([(len(key) + 1) / math.exp(4) for key in keys]) ** exponent
             out[i] += weight * long * (all_keys.astype(float) @ one[0].astype(float))
+        asked = {
+            *" ".join([query, *(parts[w] for w in query.split() if w in parts)]).lower().split()
+        }
+        has_all = [
+            known > 0 and len(asked) > 2 and asked <= {*key.lower().split()} for key in sample
+        ]
+        own = [{*key.lower().split()} for key in sample]
+        entries = np.array([len(x) + len({word[:5] for word in x}) + 2 for x in own])
+        out[i] += np.where(has_all, 0.2 * (1 + 4 * len(asked) / entries), 0)
     return out
 
 
@@ -198,7 +207,7 @@ def test_the_mix_is_the_weighted_sum_of_its_heads() -> None:
     rng = random.Random(3)
     names = ["readFile", "window", "classifier", "banana", "TreeNode", "of", "the", "grass"]
     keys = [" ".join(rng.choices(names, k=rng.randint(2, 9))) for _ in range(100)]
-    queries = ["read the file", "class bananas", "tree node of the unheard", "window grass"]
+    queries = ["read the file", "class bananas", "tree node of the unheard", "window grass the"]
     encoder = Text().fit(keys)
     assert encoder.is_mixed and encoder.names == ("characters", "words", "lexical", "beginnings")
     query, key = encoder.encode_pair(queries, keys)
@@ -206,6 +215,26 @@ def test_the_mix_is_the_weighted_sum_of_its_heads() -> None:
     restored = load(json.loads(json.dumps(encoder.settings())), encoder.arrays())
     assert restored == encoder
     np.testing.assert_array_equal(restored.encode_query(queries), encoder.encode_query(queries))
+
+
+def test_a_row_with_every_word_is_above_one_that_lacks_some() -> None:
+    """Half of a name in another order; among the rows that have all words, short ones are first."""
+    kinds = ("Adapter", "Controller", "Bridge", "Hub", "Camera", "Modem", "Device")
+    short = "Acme 7500 Scanner Pro"
+    long = "Acme Corporation 7500 Scanner (Multi Function Pro Device)"
+    near = "Scanners Acme 7510 Pros Scanning Acme"
+    keys = [long, near, short, *(f"Vendor {i} {kind}" for i in range(12) for kind in kinds)]
+    D = qkv.Database(keys, keys)
+    for query in ("7500 Acme pro", "scanner acme pro", "Pro Scanner 7500"):
+        answers = [D.ask(query, top=3), *D.ask([query, "Hub 7", "nothing of it"], top=3)[:1]]
+        for answer in answers:
+            assert [row.key for row in answer.rows[:2]] == [short, long], query
+            assert answer.rows[0].weight == pytest.approx(answers[0].rows[0].weight, rel=1e-5)
+    source = D.ask("7500 Acme pro", top=5)._collect_source(5)
+    assert source is not None and source.query is not None
+    s = source.score(source.query[None], source.keys)[0]
+    shown = np.array([row.weight for row in source.rows])
+    np.testing.assert_allclose(np.exp(s - s.max()), shown / shown.max(), rtol=1e-4)
 
 
 def test_a_store_from_before_the_mix_has_the_same_vectors() -> None:

@@ -98,7 +98,18 @@ class Encoder(ABC):
         # Without `return_counts`, NumPy would import its masked arrays, which takes longer than a
         # query.
         positions, _ = np.unique(entry_positions(sparse), return_counts=True)
-        return EncodedQuery(np.asarray(DenseAndSparse(query, sparse, positions)), positions)
+        return self.add_group_columns(
+            np.asarray(DenseAndSparse(query, sparse, positions)), positions, queries
+        )
+
+    def add_group_columns(
+        self, code: np.ndarray, positions: np.ndarray, queries: Sequence[Any]
+    ) -> EncodedQuery:
+        """Return the vectors of queries (n, d + w + 1), with columns for groups of words.
+
+        An encoder may give more score to rows that have all words of a group; see `WordGroups`.
+        """
+        return EncodedQuery(code, positions)
 
     @property
     @abstractmethod

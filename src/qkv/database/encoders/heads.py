@@ -198,6 +198,12 @@ def resolve(encoder: Any) -> Encoder:
     return resolve_single(encoder)
 
 
+def salt_positions(positions: np.ndarray, head: int) -> np.ndarray:
+    """Return the positions that a head's sparse positions have in the vector of all heads."""
+    salted: np.ndarray = mix_hash(positions ^ np.uint32(head * 0x9E3779B9 & 0xFFFFFFFF))
+    return salted
+
+
 def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:
     """Merge the sparse vectors of several heads into one vector per row.
 
@@ -207,11 +213,9 @@ def merge_sparse_heads(heads: Mapping[int, Ragged], stretch: Mapping[int, np.nda
     rows, entries = [], []
     for i, vectors in heads.items():
         row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
-        salt = np.uint32(i * 0x9E3779B9 & 0xFFFFFFFF)
         rows.append(row)
-        entries.append(
-            (mix_hash(entry_positions(vectors) ^ salt), entry_values(vectors) * stretch[i][row])
-        )
+        positions = salt_positions(entry_positions(vectors), i)
+        entries.append((positions, entry_values(vectors) * stretch[i][row]))
     row, (positions, values) = np.concatenate(rows), map(np.concatenate, zip(*entries, strict=True))
     order = np.argsort(row, kind="stable") if len(heads) > 1 else slice(None)
     return build_sparse(row[order], positions[order], values[order], len(vectors))

@@ -136,6 +136,16 @@ class Lexical(Encoder):
         """Return r (n,): for each query, the share of its idf in words that some key has."""
         return self.describe_queries(queries)[:, 0]
 
+    def find_known_words(self, queries: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the query (e,) and the position (e,) of each distinct word.
+
+        Queries with a word that no key has are left out.
+        """
+        row, code, _ = self._count_words(to_texts(queries))
+        is_unknown = np.bincount(row[self._key_counts(code) == 0], minlength=len(queries)) > 0
+        kept = ~is_unknown[row]
+        return row[kept], code[kept]
+
     def describe_queries(self, queries: Sequence[Any]) -> np.ndarray:
         """Return (n, 3): for each query r, its idf Σ_w idf(w), and its number of words.
 

@@ -194,7 +194,9 @@ def add_word_columns(
         return query, key
     positions = np.unique(entry_positions(sparse))
     full_query = np.asarray(DenseAndSparse(query, words, positions))
-    return full_query, np.asarray(DenseAndSparse(key, sparse, positions))
+    encoded = encoder.add_group_columns(full_query, positions, queries)
+    assert encoded.sparse_positions is not None
+    return encoded.code, np.asarray(DenseAndSparse(key, sparse, encoded.sparse_positions))
 
 
 def stores_raw_keys(encoder: Encoder, schema: Schema) -> bool:
