@@ -48,6 +48,9 @@ RECALL_MARGIN = 1.645
 MIN_LISTS, MAX_ROW_SHARE = 2, 0.25
 """The first effort reads this many lists. The last one finds at most this share of the rows."""
 
+MAX_FOUND_ROWS = 2**17
+"""No search finds more rows: FAISS sorts them, and a scan would soon be faster."""
+
 FOUND_SHARE = 0.25
 """A search returns this share of the rows in the lists that it reads."""
 
@@ -252,7 +255,7 @@ def _choose_search_sizes(index: RowIndex) -> list[tuple[int, int]]:
     sizes, lists = [], MIN_LISTS
     while lists < index.list_count:
         rows = max(int(lists * index.rows_per_list * FOUND_SHARE), RERANKED_ROWS)
-        if rows > MAX_ROW_SHARE * index.total:
+        if rows > min(MAX_ROW_SHARE * index.total, MAX_FOUND_ROWS):
             break
         sizes.append((lists, rows))
         is_power_of_two = not lists & (lists - 1)
