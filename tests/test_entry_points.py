@@ -212,6 +212,17 @@ SCORES: dict[str, Kind] = {
     "epanechnikov": window("Epanechnikov"),
     "constant": Kind(lambda: "constant", lambda q, k: 1.0),
     "exact": Kind(lambda: "exact", formulas.SCORES["Exact"]),
+    "feature_map": Kind(
+        lambda: "feature_map",
+        lambda q, k: formulas.dot(*([x + 1 if x > 0 else math.exp(x) for x in y] for y in (q, k))),
+    ),
+    # Of every distance the same, because a formula here sees a pair and not its positions.
+    "relative": Kind(
+        scores.Relative,
+        lambda q, k, bias: formulas.dot(q, k) / math.sqrt(D) + float(bias[0]),
+        {"bias": np.array([0.3])},
+    ),
+    "decay": Kind(lambda: scores.Decay(0.0), formulas.dot),
     "own_modified": Kind(
         lambda w: scores.Modified(scores.Dot(), lambda s, b, h, q, k: s * w - 0.5),
         lambda q, k, w: formulas.dot(q, k) * float(w) - 0.5,
@@ -228,7 +239,7 @@ SCORES: dict[str, Kind] = {
     ),
 }  # fmt: skip
 WINDOWS = ("boxcar", "triangular", "epanechnikov")
-NONNEGATIVE = (*WINDOWS, "constant", "exact", "own_score")
+NONNEGATIVE = (*WINDOWS, "constant", "exact", "feature_map", "own_score")
 
 
 def on_empty(name: str, other: Callable[..., Any]) -> Kind:
