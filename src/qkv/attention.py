@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
@@ -24,7 +25,7 @@ from qkv.engines.out_of_core import candidates, certified, forward
 from qkv.engines.out_of_core.key_terms import adapt_score
 from qkv.engines.validation import build_call, require_one_framework, resolve_score_and_weighting
 from qkv.errors import DtypeError, FrameworkError, validate_keywords
-from qkv.frameworks import get_framework, load_framework, to_numpy, tree
+from qkv.frameworks import find_framework, get_framework, load_framework, to_numpy, tree
 from qkv.frameworks.stored_rows import (
     Candidates,
     StoredRows,
@@ -171,6 +172,16 @@ def attend(
             results = plan.run(query, key, value, score, weighting, mask, seed)
         if results is not None:
             return results
+    if signature is None and (quiet := _leave_autocast(query, key, value)) is not None:
+        # Cast as autocast does: no plan is cached for calls under autocast.
+        cast = get_framework(query).apply_autocast
+        query, key, value = map(cast, (query, key, value))
+        score, weighting = tree.map_arrays(get_framework(query), cast, (score, weighting))
+        formula: Any = {"score": score, "weighting": weighting, "mask": mask}
+        formula |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
+        returned: Any = {"return_lse": return_lse, "return_weights": return_weights}
+        with quiet:
+            return attend(query, key, value, **formula, **returned, engine=engine)
     call = build_call(
         query,
         key,
@@ -187,9 +198,9 @@ def attend(
     if signature is None and engine in (None, "triton"):
         evaluated = user_code.evaluate_functions(call)
         if evaluated is not None:
-            formula: Any = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
+            formula = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
             formula |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
-            returned: Any = {"return_lse": return_lse, "return_weights": return_weights}
+            returned = {"return_lse": return_lse, "return_weights": return_weights}
             return attend(query, key, value, **formula, **returned, engine=engine)
         if spans := user_code.split_queries(call):
             options: Any = {"score": score, "weighting": weighting, "tolerance": tolerance}
@@ -349,6 +360,13 @@ def _plan_call(
     if signature is None:
         call = user_code.with_placeholder(call)
     return signature, plan, call, choose_engine(call, engine)
+
+
+def _leave_autocast(*arrays: Any) -> AbstractContextManager[object] | None:
+    """Return a context without the autocast that casts these arrays; None: there is none."""
+    frameworks = {find_framework(x) for x in arrays}
+    fw = frameworks.pop()
+    return None if fw is None or frameworks else fw.leave_autocast(arrays[0])
 
 
 def _join_queries(call: Call, parts: list[Any]) -> Any:

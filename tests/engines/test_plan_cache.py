@@ -705,6 +705,22 @@ def test_autocast_comes_and_goes():
         torch.testing.assert_close(check_attend(inputs, {}), want)
 
 
+def test_calls_under_autocast_have_plans(monkeypatch):
+    q, k, v = (torch.randn(2, 5, 8, requires_grad=True) for _ in range(3))
+    score, score_mod = scores.ScaledDot(torch.tensor(0.3, requires_grad=True)), lambda s, *_: s / 2
+    for options in ({"score": score}, {"score": scores.Modified(scores.Dot(), score_mod)}, {}):
+        results = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = qkv.attend(q, k, v, mask="causal", **options)
+            assert out.dtype == torch.bfloat16
+            results += [out, *torch.autograd.grad(out.sum(), (q, k, v))]
+            assert results[1].dtype == torch.float32
+            monkeypatch.setattr(plan_cache, "run_first_call", None)
+        monkeypatch.undo()
+        assert all(map(torch.equal, results[:4], results[4:]))
+
+
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wide", [(), (0,), (2,), (0, 1), (0, 1, 2)], ids=str)
 def test_autocast_casts_as_torch_does(wide, narrow):

@@ -81,6 +81,14 @@ class EngineChoice:
             else None
         )
 
+    def build_masked_runner(self, call: Call) -> Any:
+        """Return a function for calls with a mask or a function that a plan does not hold, or None.
+
+        It takes query, key, value, score and mask, and a function that builds the call.
+        """
+        build = getattr(self.engine, "build_masked_runner", None)
+        return None if build is None or call.wants_weights else build(call)
+
     def add_weights(
         self, call: Call, results: tuple[Array | None, Array | None, Array | None]
     ) -> tuple[Array | None, Array | None, Array | None]:

@@ -3,7 +3,8 @@
 A signature holds everything that the choice depends on:
 
 - the arrays' types, dtypes, devices, shapes, and whether a gradient is needed;
-- the score, the weighting, the mask and the flags.
+- the score, the weighting, the mask and the flags. A function in a score or a mask is compared by
+  its code and by what it reads, on PyTorch; on other frameworks it has no signature.
 
 If there is no plan for the exact n and m, a call uses a plan for lengths with the same numbers of
 binary digits. A plan never holds an array. No plan is cached while a framework traces the call.
@@ -180,18 +181,23 @@ def _build_plan_function(
     """Return `run_plan`, which runs the chosen engine, or the engine's own direct runner."""
     fw = call.fw
     _, score_signature, weighting_signature, mask_signature, *_ = signature
-    has_parameters = tree.has_arrays((score_signature, weighting_signature))
-    mask_has_arrays = tree.has_arrays(mask_signature)
+    has_parameters = tree.holds_values((score_signature, weighting_signature))
+    mask_has_values = tree.holds_values(mask_signature)
     mask_is_array = type(mask_signature) is tree.ArraySignature
+    returns_output = not (call.dropout or call.wants_lse) and call.value is not None
     is_plain = (
-        not (call.dropout or call.wants_lse)
-        and (mask_is_array or not mask_has_arrays)
+        (mask_is_array or not mask_has_values)
         and call.bias is None
+        and not tree.has_functions(score_signature)
     )
-    if is_plain and call.value is not None and not fw.compiles_calls:
-        direct: Callable[..., Any] | ThreeArrayRunner | None = choice.build_direct_runner(call)
+    masked: Callable[..., Any] | None = None
+    if returns_output and not fw.compiles_calls:
+        direct: Callable[..., Any] | ThreeArrayRunner | None = None
+        if is_plain:
+            direct = choice.build_direct_runner(call)
         if direct is not None:
             return direct
+        masked = choice.build_masked_runner(call)
     run = choice.build_runner(call)
     # A plan must not hold arrays, since their memory could not be freed.
     call_without_data = tree.map_arrays(fw, fw.without_data, call)
@@ -204,10 +210,12 @@ def _build_plan_function(
         "fw": fw,
         "lead": lead,
     }
-    if mask_has_arrays:
+    if mask_has_values:
         fixed_fields["rule"] = fixed_fields["bias"] = None
+    if has_parameters:
+        fixed_fields["score"] = fixed_fields["weighting"] = None
 
-    def run_plan(
+    def build_later_call(
         query: Array,
         key: Array,
         value: Array | None,
@@ -215,11 +223,11 @@ def _build_plan_function(
         weighting: Any,
         mask: Any,
         seed: Any,
-    ) -> Any:
+    ) -> Call:
         if query.shape[:-2] != lead:
             query = fw.xp.broadcast_to(query, (*lead, *query.shape[-2:]))
         fields = {**fixed_fields, "query": query, "key": key, "value": value}
-        if mask_has_arrays:
+        if mask_has_values:
             fields["rule"], bias = masks.resolve(mask)
             fields["bias"] = cast_bias(fw, bias, query)
         if has_parameters:
@@ -228,12 +236,23 @@ def _build_plan_function(
             )
         if fields["dropout"]:
             fields["seed"] = resolve_seed(fw, seed, query)
-        call = Call.from_validated_fields(fields)
+        return Call.from_validated_fields(fields)
+
+    def run_plan(*arguments: Any) -> Any:
+        call = build_later_call(*arguments)
         with fw.use_own_settings():
             results = run(call)
             return None if results is None else pack_results(call, results)
 
-    return run_plan
+    def run_masked_plan(
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
+    ) -> Any:
+        arguments = query, key, value, score, weighting, mask, seed
+        assert masked is not None
+        output = masked(query, key, value, score, mask, lambda: build_later_call(*arguments))
+        return run_plan(*arguments) if output is None else output
+
+    return run_plan if masked is None else run_masked_plan
 
 
 def _depends_on_values(call: Call, choice: EngineChoice) -> bool:

@@ -160,6 +160,13 @@ class Framework:
         """Return the device of x for a cache key; None for the default device."""
         return None
 
+    def function_signature(self, function: Any) -> Any:
+        """Return a key that is equal for functions that compute the same; None: there is none.
+
+        Arrays that a function captures are compared by their kind, not by their values.
+        """
+        return None
+
     def split_nested(self, x: Array) -> list[Array] | None:
         """Return the sequences of a nested array; None for any other array."""
         return None
@@ -216,6 +223,10 @@ class Framework:
     def apply_autocast(self, x: Array) -> Array:
         """Return x in the data type of the framework's active autocast."""
         return x
+
+    def leave_autocast(self, x: Array) -> AbstractContextManager[object] | None:
+        """Return a context without the active autocast on x's device; None: there is none."""
+        return None
 
     def array_signature(self, query: Array, key: Array, value: Array | None) -> Any:
         """Return a cache key: the three shapes, then what else the choice of an engine depends

@@ -30,6 +30,7 @@ from qkv.frameworks.base import (
 from qkv.frameworks.squares import NeedsExact, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
 from qkv.frameworks.torch_products import use_tensor_cores
+from qkv.frameworks.torch_signatures import NoSignatureError, SignatureBuilder
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import (
     Array,
@@ -438,6 +439,12 @@ class Torch(Framework):
     def place_of(self, x: Array) -> Any:
         return None if x.is_cpu else x.device
 
+    def function_signature(self, function: Any) -> Any:
+        try:
+            return SignatureBuilder().describe(function)
+        except NoSignatureError:
+            return None
+
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)  # type: ignore[no-any-return]
 
@@ -480,6 +487,12 @@ class Torch(Framework):
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return x
         return x.to(torch.get_autocast_dtype(device))
+
+    def leave_autocast(self, x: Array) -> AbstractContextManager[object] | None:
+        if not _is_autocast_enabled() or _is_tracing() or x.is_meta:
+            return None
+        device = x.device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else None
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)

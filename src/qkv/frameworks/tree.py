@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Iterable
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,6 +29,8 @@ class Record:
     """
 
     role: ClassVar[str] = ""
+    function_field: ClassVar[str | None] = None
+    """The field with a function of the caller that can be part of a signature."""
     """The argument of `attend` that takes this record: "score", "weighting" or "mask"."""
 
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -208,6 +211,19 @@ class ArraySignature(NamedTuple):
     place: Hashable = None
 
 
+class FunctionSignature(NamedTuple):
+    """The cache key of a caller's function: its code and all that it reads but arrays' values."""
+
+    key: Hashable
+
+    @classmethod
+    def create(cls, fw: Framework, function: Any) -> FunctionSignature:
+        key = fw.function_signature(function)
+        if key is None:
+            raise UncacheableError
+        return cls(key)
+
+
 class UncacheableError(Exception):
     """A record holds something without a signature, such as a function."""
 
@@ -248,9 +264,18 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
         is_own = type(record).__module__.partition(".")[0] == "qkv"
         if fw.reruns_user_code and not is_own:
             raise UncacheableError
-        signature = (type(record), *[record_signature(fw, attributes[name]) for name in names])
+        function_field = getattr(record, "function_field", None) if is_own else None
+        signature = (
+            type(record),
+            *[
+                FunctionSignature.create(fw, attributes[name])
+                if name == function_field and isinstance(attributes[name], FunctionType)
+                else record_signature(fw, attributes[name])
+                for name in names
+            ],
+        )
         # Another framework may need to know that the class is the caller's.
-        if is_own and not (ArraySignature in map(type, signature) or has_arrays(signature)):
+        if is_own and not (ArraySignature in map(type, signature) or holds_values(signature)):
             attributes[SIGNATURE_ATTRIBUTE] = signature
         return signature
     if type(record) is tuple:
@@ -291,11 +316,25 @@ def has_arrays(kind: Hashable) -> bool:
     return bool(array_signatures(kind))
 
 
+def has_functions(kind: Hashable) -> bool:
+    """Return whether records with this signature hold a function of the caller."""
+    if type(kind) is FunctionSignature:
+        return True
+    return isinstance(kind, tuple) and any(map(has_functions, kind))
+
+
+def holds_values(kind: Hashable) -> bool:
+    """Return whether records with this signature may compute different things."""
+    return has_arrays(kind) or has_functions(kind)
+
+
 def array_signatures(kind: Hashable) -> list[ArraySignature]:
     """Return the signatures of the arrays in a record's signature."""
     if type(kind) is ArraySignature:
         return [kind]
-    return [x for item in kind for x in array_signatures(item)] if isinstance(kind, tuple) else []
+    if type(kind) is FunctionSignature or not isinstance(kind, tuple):
+        return []
+    return [x for item in kind for x in array_signatures(item)]
 
 
 MAX_CONTENT_BYTES = 2**16

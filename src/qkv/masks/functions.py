@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from qkv.errors import DtypeError, ShapeError, call_user_function
 from qkv.frameworks import get_framework, is_array
@@ -17,6 +17,7 @@ MASK_MOD_SIGNATURE = "(b, h, q_idx, kv_idx)"
 @dataclass(frozen=True, repr=False)
 class CustomMask(Mask):
     mask_mod: Callable[[Array, Array, Array, Array], Array]
+    function_field: ClassVar[str] = "mask_mod"
 
     def __repr__(self) -> str:
         return f"custom({getattr(self.mask_mod, '__name__', self.mask_mod)})"

@@ -39,6 +39,7 @@ class Modified(Score):
 
     score: Score
     score_mod: Callable[[Array, Array, Array, Array, Array], Array]
+    function_field: ClassVar[str] = "score_mod"
 
     def __post_init__(self) -> None:
         resolve_inner_score(self)

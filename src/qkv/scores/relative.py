@@ -229,6 +229,7 @@ class Relative(RelativeScore):
     """
 
     aliases: ClassVar[tuple[str, ...]] = ("alibi", "t5", "relative_position", "position_bias")
+    function_field: ClassVar[str] = "bias"
 
     bias: Array | DistanceBias | Callable[[Array, Array], Array]
     # The default is a name because torch.compile cannot trace an object here.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
@@ -29,6 +30,7 @@ from qkv.engines.triton.launching import kernel_call, launch, launch_replay, pre
 from qkv.engines.triton.sparse import thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import Arrays
+from qkv.errors import EngineError
 from tests.engines.triton import formulas
 
 pytestmark = [
@@ -167,6 +169,157 @@ def test_other_numbers_by_the_same_launches(counted, name, few):
     for seed in range(3):
         check(arrays_of(seed, few=few), **CASES[name])
     assert counted == [True] * 2
+
+
+def build_masked(name, seed, n=20, m=24):
+    """Return a call's options with a mask or a function whose numbers depend on the seed."""
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 3, (m,), generator=made).sort()[0]
+    table = torch.randn(n + m, generator=made)
+
+    def add_distance(s, b, h, i, j):
+        return s + table[j - i + n].to(s.dtype)
+
+    def is_near(b, h, i, j):
+        return (j - i).abs() <= ids[j] + 4
+
+    relative = scores.Modified(scores.ScaledDot(), add_distance)
+    return {
+        "boolean": lambda: {"mask": torch.rand(1, 1, 1, m, generator=made) < 0.6},
+        "float": lambda: {"mask": torch.randn(2, n, m, generator=made).bfloat16()},
+        "lengths": lambda: {"mask": masks.lengths(torch.tensor([m - 3 * seed]))},
+        "documents": lambda: {"mask": masks.documents(ids[:n], ids) & masks.causal},
+        "blocks": lambda: {
+            "mask": masks.blocks(torch.rand(5, 6, generator=made) < 0.6, 4) & masks.window(9, 9)
+        },
+        "mask_mod": lambda: {"mask": masks.custom(is_near), "weighting": "entmax15"},
+        "score_mod": lambda: {"score": relative, "mask": "causal"},
+        "both": lambda: {"score": relative, "mask": masks.custom(is_near)},
+        "gaussian": lambda: {"score": scores.Modified(scores.Gaussian(2.0), add_distance)},
+    }[name]()
+
+
+MASKED = (
+    "boolean", "float", "lengths", "documents", "blocks", "mask_mod", "score_mod", "both",
+    "gaussian",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_and_functions_of_other_numbers_by_the_same_launches(counted, name):
+    for seed in range(4):
+        arrays = arrays_of(seed)
+        options = build_masked(name, seed)
+        wide = [x.double() for x in arrays]
+        got = qkv.attend(*arrays, engine="triton", **options)
+        want = qkv.attend(*wide, engine="dense", **options)
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+    assert counted[-1:] == [True], counted
+
+
+LEARNED = {
+    "plain": {"weighting": "sigmoid", "score": "dot"},
+    "entmax": {"weighting": "entmax15"},
+    "top-k": {"weighting": weightings.TopK(3), "mask": "causal"},
+}
+
+
+@pytest.mark.parametrize("name", [*MASKED, *LEARNED])
+def test_gradients_of_other_numbers_by_the_same_launches(counted, name):
+    for seed in range(4):
+        arrays = [x.requires_grad_() for x in arrays_of(seed)]
+        wide = [x.detach().double().requires_grad_() for x in arrays]
+        options = LEARNED.get(name) or build_masked(name, seed)
+        got = qkv.attend(*arrays, engine="triton", **options)
+        along = torch.randn(got.shape).bfloat16()
+        want = qkv.attend(*wide, engine="dense", **options)
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+        found = torch.autograd.grad(got, arrays, along)
+        expected = torch.autograd.grad(want, wide, along.double())
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=6e-2, rtol=6e-2)
+    assert counted[-2:] == [True] * 2, counted
+
+
+def test_gradients_of_some_arrays_and_of_strided_ones(counted):
+    for needed in ((0,), (1,), (2,), (0, 2), (1,), (0,)):
+        arrays = [x.requires_grad_(i in needed) for i, x in enumerate(arrays_of(len(needed)))]
+        wide = [x.detach().double().requires_grad_(i in needed) for i, x in enumerate(arrays)]
+        got = qkv.attend(*arrays, mask="causal", weighting="entmax15", engine="triton")
+        want = qkv.attend(*wide, mask="causal", weighting="entmax15", engine="dense")
+        # The sum's gradient is one number, expanded.
+        found = torch.autograd.grad(got.sum(), [arrays[i] for i in needed])
+        expected = torch.autograd.grad(want.sum(), [wide[i] for i in needed])
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=6e-2, rtol=6e-2)
+
+
+def test_a_second_derivative_of_a_replayed_gradient_is_an_error(counted):
+    q, k, v = (x.requires_grad_() for x in arrays_of(1))
+    for _ in range(2):
+        out = qkv.attend(q, k, v, mask=masks.lengths(torch.tensor([20])), engine="triton")
+        (gradient,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
+        with pytest.raises(EngineError, match="second derivatives"):
+            torch.autograd.grad(gradient.sum(), q)
+
+
+def test_a_checkpoint_saves_the_same_arrays_in_the_first_call(counted):
+    for seed in range(2):
+        q, k, v = (x.requires_grad_() for x in arrays_of(seed))
+
+        def run(q, k, v):
+            return qkv.attend(q, k, v, mask=masks.lengths(torch.tensor([20])), engine="triton")
+
+        out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+        for x, y in zip(found, torch.autograd.grad(run(q, k, v).sum(), (q, k, v)), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("change", ["other array", "same array", "longer"])
+def test_a_captured_tensor_that_is_replaced(counted, change):
+    q, k, v = arrays_of(1)
+    table = torch.linspace(-1, 1, 24)
+    for _ in range(3):
+        held = {
+            "other array": lambda: torch.randn(24),
+            "same array": lambda: table.mul_(-1),
+            "longer": lambda: torch.randn(24 + torch.randint(0, 9, ()).item()),
+        }[change]()
+
+        def score_mod(s, b, h, i, j, held=held):
+            return s + held[j].to(s.dtype)
+
+        score = scores.Modified(scores.Dot(), score_mod)
+        got = qkv.attend(q, k, v, score=score, engine="triton")
+        want = qkv.attend(*(x.double() for x in (q, k, v)), score=score, engine="dense")
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+
+
+class Settings:
+    """Settings of a user, as attributes of a class and of an object."""
+
+    slope = 0.0
+
+
+MODULE = ModuleType("users_settings")
+
+
+HOLDERS = {"class": Settings, "object": Settings(), "module": MODULE}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_function_that_reads_an_attribute(counted, holder):
+    def score_mod(s, b, h, i, j):
+        return s - (i - j).abs() * holder.slope
+
+    q, k, v = arrays_of(1)
+    for slope in (0.1, 0.5, 0.1):
+        holder.slope = slope
+        score = scores.Modified(scores.Dot(), score_mod)
+        got = qkv.attend(q, k, v, score=score, engine="triton")
+        want = qkv.attend(*(x.double() for x in (q, k, v)), score=score, engine="dense")
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
 
 
 def test_other_lengths_have_launches_of_their_own(counted):

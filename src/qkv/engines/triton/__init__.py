@@ -30,6 +30,7 @@ from qkv.engines.triton.call_arrays import (
     kernel_lowering,
     rule_translation_error,
     split_mask,
+    split_modified,
     split_score,
     translate_functions,
 )
@@ -347,25 +348,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
     It is possible without a gradient if φ and ψ are q and k themselves.
     """
-    from qkv.engines.triton.launching.torch_operator import PLAIN_TENSOR_TYPES
-
-    arrays: tuple[Any, ...] = (call.query, call.key, call.value)
-    rule, leaves = call.rule, tree.array_leaves(call.fw, call)
-    if (
-        isinstance(call.weighting, SinkSoftmax)
-        or call.fw.needs_gradient(leaves)
-        or any(type(x) not in PLAIN_TENSOR_TYPES for x in leaves)
-    ):
-        return None
-    if in_one_dtype(call) is not call:
-        return None
-    wide = not 0 < arrays[2].shape[-1] <= MAX_VALUE_WIDTH or not arrays[0].shape[-1]
-    if wide or len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
-        return None
-    (_, heads), few = batch_and_heads(call), count_key_heads(call)
-    if any(
-        x.shape[:2] != (call.lead[0], y) for x, y in zip(arrays, (heads, few, few), strict=True)
-    ):
+    rule = call.rule
+    if not _can_replay(call):
         return None
     if rule is not None and not (isinstance(rule, Band) and rule.is_relative):
         return None
@@ -376,20 +360,99 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
         held = [getattr(score, name) for name in ("w_query", "w_key", "bias")]
         return (
             _build_additive_replay(call)
-            if additive_projection.is_supported(*arrays[:2], *held)
+            if additive_projection.is_supported(call.query, call.key, *held)
             else None
         )
-    if kernel_form(score) or isinstance(score, EvaluatedScore):
+    return ThreeArrayRunner(_build_replay(call)) if _has_own_form(call) else None
+
+
+def build_masked_runner(call: Call) -> Callable[..., Array | None] | None:
+    """Return a function that replays the launches of calls with a mask, a score_mod or a gradient.
+
+    It takes query, key, value, score, mask, and a function that builds the call. It returns None if
+    the mask or the score holds something that has no signature, that is on another device, or that
+    needs a gradient. `build_masked_runner` returns None if launches never read the arrays as they
+    are.
+    """
+    from qkv.engines.triton.launching import precompile
+    from qkv.engines.triton.launching.gradient_replay import GradientReplay
+    from qkv.engines.triton.launching.launch_replay import LaunchListCache, describe_arrays
+    from qkv.engines.triton.launching.torch_operator import PLAIN_TENSOR_TYPES
+    from qkv.engines.triton.pair_functions.signatures import MaskSignatureBuilder, NoSignatureError
+
+    inner, _ = split_score(call)
+    is_straight_through = getattr(call.weighting, "straight_through", False)
+    if is_straight_through or not (_can_replay(call, learns=True) and _has_own_form(inner)):
         return None
-    score = kernel_lowering(call)[0]
+    fw, run, expanded = call.fw, _build_plain_runner(call), is_16bit_gaussian(call)
+    learns = fw.needs_gradient((call.query, call.key, call.value))
+    launch_lists, gradients = LaunchListCache(), GradientReplay()
+
+    def run_masked(
+        query: Any, key: Any, value: Any, score: Any, mask: Any, build: Callable[[], Call]
+    ) -> Array | None:
+        more = [mask]
+        if type(mask) not in PLAIN_TENSOR_TYPES:
+            builder = MaskSignatureBuilder(lambda x: fw.cached_constant(x, query, "bool"))
+            try:
+                builder.describe((mask, split_modified(score, query.shape[-2], key.shape[-2])[1]))
+            except NoSignatureError:
+                return None
+            more = builder.tensors
+        if any(x.device != query.device for x in more) or fw.needs_gradient(more):
+            return None
+        arrays = query, key, value, *more
+
+        def build_arrays() -> tuple[Any, Any, Callable[[], None]]:
+            fresh = build()
+            return *build_kernel_arrays(fresh, expanded)[:2], partial(_dry_run, run, fresh)
+
+        def run_once() -> Any:
+            return run(build())[0]
+
+        if learns:
+            return gradients(build_arrays, arrays)
+        with precompile.compile_together(run_once):
+            return launch_lists.replay_or_record(describe_arrays(arrays), run_once, arrays)
+
+    return run_masked
+
+
+def _can_replay(call: Call, learns: bool = False) -> bool:
+    """Return whether launches read the arrays of calls like this one as they are.
+
+    With `learns`, query, key and value may need a gradient.
+    """
+    from qkv.engines.triton.launching.torch_operator import PLAIN_TENSOR_TYPES
+
+    arrays: tuple[Any, ...] = (call.query, call.key, call.value)
+    leaves = tree.array_leaves(call.fw, call)
+    if isinstance(call.weighting, SinkSoftmax) or (call.fw.needs_gradient(leaves) and not learns):
+        return False
+    if any(type(x) not in PLAIN_TENSOR_TYPES for x in leaves):
+        return False
+    if in_one_dtype(call) is not call:
+        return False
+    wide = not 0 < arrays[2].shape[-1] <= MAX_VALUE_WIDTH or not arrays[0].shape[-1]
+    if wide or len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
+        return False
+    (_, heads), few = batch_and_heads(call), count_key_heads(call)
+    shapes = zip(arrays, (heads, few, few), strict=True)
+    return all(x.shape[:2] == (call.lead[0], y) for x, y in shapes)
+
+
+def _has_own_form(call: Call) -> bool:
+    """Return whether φ and ψ are the query and the key themselves, and nothing is learned."""
+    if kernel_form(call.score) or isinstance(call.score, EvaluatedScore):
+        return False
+    found = kernel_lowering(call)
+    score: Any = None if isinstance(found, str) else found[0]
     if type(score) not in (Dot, ScaledDot, ExpandedGaussian):
-        return None
+        return False
     form = score.dot_product_form(call.query, call.key)
     learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
     other = compiled_cap(call) or (form.bias is not None and is_shift_sensitive(call))
-    if learned or other or form.query is not call.query or form.key is not call.key:
-        return None
-    return ThreeArrayRunner(_build_replay(call))
+    return not (learned or other) and form.query is call.query and form.key is call.key
 
 
 def _build_replay(call: Call) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ PAIRS_INDEX, CAPS_INDEX, CAPTURED_INDEX = map(
 )
 
 
-_attend_backward = register_operator(
+attend_backward = register_operator(
     backward.fake_gradients,
     refuse_second_derivative,
     schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {SCHEMA_ARGUMENTS}, "
@@ -94,7 +94,7 @@ def _compute_gradients(
         any(needs[i] for i in (1, 2, 3, 5)),
     )
     wishes = (for_queries, for_keys, needs[PAIRS_INDEX], needs[CAPTURED_INDEX])
-    found = _attend_backward(along, along_lse, out, kept, *inputs, *ctx.numbers, *wishes)
+    found = attend_backward(along, along_lse, out, kept, *inputs, *ctx.numbers, *wishes)
     grads: list[Tensor | None] = [None] * len(needs)
     for at, x in zip((*range(6), PAIRS_INDEX, CAPS_INDEX, CAPTURED_INDEX), found, strict=True):
         grads[at] = x if needs[at] else None

@@ -104,9 +104,9 @@ def _split_rule(call: Call, rule: Mask) -> MaskBounds:
             None if left is None else shift - left, None if right is None else shift + right
         )
     if isinstance(rule, Lengths) and call.lead and len(rule.valid.shape) == 1:
-        valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
-        batch, _ = batch_and_heads(call)
-        return MaskBounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
+        valid = torch.as_tensor(rule.valid, device=device)
+        each = batch_and_heads(call)[0] // call.lead[0]
+        return MaskBounds(lengths=valid if each == 1 else valid.repeat_interleave(each))
     if isinstance(rule, Blocks) and rule.layout.ndim == 2:
         size = rule.size[0]
         if size == rule.size[1]:
@@ -121,15 +121,21 @@ def split_score(call: Call) -> tuple[Call, tuple[Callable[..., Any], ...]]:
 
     What a `RelativeScore` does is a score_mod too.
     """
-    score_mods: list[Callable[..., Any]] = []
-    while isinstance(call.score, Modified | RelativeScore):
-        score = call.score
-        if isinstance(score, RelativeScore):
-            score_mods.insert(0, score.as_score_mod(call.n, call.m))
-        else:
-            score_mods.insert(0, score.score_mod)
-        call = replace(call, score=score.score)
-    return call, tuple(score_mods)
+    inner, score_mods = split_modified(call.score, call.n, call.m)
+    return (replace(call, score=inner) if score_mods else call), score_mods
+
+
+def split_modified(score: Any, n: int, m: int) -> tuple[Any, tuple[Callable[..., Any], ...]]:
+    """Return the score inside of `Modified` and `RelativeScore`, and the score_mods in order.
+
+    n and m are the numbers of queries and keys.
+    """
+    score_mods: tuple[Callable[..., Any], ...] = ()
+    while isinstance(score, Modified | RelativeScore):
+        own = score.as_score_mod(n, m) if isinstance(score, RelativeScore) else score.score_mod
+        score_mods = (own, *score_mods)
+        score = score.score
+    return score, score_mods
 
 
 class TranslatedCall(NamedTuple):

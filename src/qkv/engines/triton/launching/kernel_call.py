@@ -120,12 +120,13 @@ class KernelCall:
             x if x is None or x.stride(2) == 1 else x.contiguous()
             for x in (arrays.key_bias, arrays.gate_key)
         )
-        self.gate_query, row_a, row_b, lengths, layout, self.caps = (
+        self.gate_query, row_a, row_b, self.lengths, layout, self.caps = (
             None if x is None else x.contiguous()
             for x in (arrays.gate_query, *arrays[6:10], arrays.caps)
         )
-        self.lengths = None if lengths is None else lengths.to(torch.int32)
-        self.layout = None if layout is None else (layout != 0).view(torch.uint8)
+        if layout is not None and layout.dtype != torch.bool:
+            layout = layout != 0
+        self.layout = None if layout is None else layout.view(torch.uint8)
         self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
         self.support_lists, self.support_bits = cast(Any, arrays[12:14])
         self.inputs = Arrays(
@@ -153,7 +154,7 @@ class KernelCall:
             self.base_sizes = PairSizes(*self.base_sizes, *self.tile_lists.strides, *known_numbers)
         kind = 0 if self.pairs is None else 1 + self.pairs.is_floating_point()  # `F.PAIRS`
         self.is_masked = has_rule or any(
-            x is not None for x in (lower, upper, lengths, layout, self.pairs)
+            x is not None for x in (lower, upper, self.lengths, layout, self.pairs)
         )
         there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
         self.strides = (

@@ -125,6 +125,26 @@ class LaunchListCache(dict[Any, LaunchList]):
             caches.insert_bounded(self, signature, steps, launch.MAX_CACHED_ENTRIES)
         return results
 
+    def replay_or_record(
+        self, signature: Any, run: Callable[[], Any], arrays: Sequence[Tensor]
+    ) -> Any:
+        """Return the results of `run()`, by a replay if its launches are cached.
+
+        The signature must hold `describe_arrays(arrays)`.
+        """
+        steps = self.get(signature)
+        results = None
+        if steps is not None:
+            given = tuple(map(Tensor.data_ptr, arrays))
+            results = steps.replay(arrays[0], given, reduce(or_, given))
+        return self.run_and_record(signature, run, arrays) if results is None else results
+
+
+def describe_arrays(arrays: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the shapes and strides, and which arrays are the same: launches know only pointers."""
+    given = tuple(map(Tensor.data_ptr, arrays))
+    return *map(Tensor.size, arrays), *map(Tensor.stride, arrays), *map(given.index, given)
+
 
 def _write_count(x: Tensor) -> int:
     """Return how often PyTorch wrote to x; 0 for inference tensors, which do not count."""

@@ -22,7 +22,7 @@ from qkv.engines.triton.pair_functions.expressions import (
     Value,
 )
 from qkv.engines.triton.pair_functions.rules import RuleTranslator
-from qkv.engines.triton.pair_functions.signatures import NoSignatureError, SignatureBuilder
+from qkv.engines.triton.pair_functions.signatures import MaskSignatureBuilder, NoSignatureError
 from qkv.engines.triton.pair_functions.trace import trace_function
 from qkv.engines.triton.tile_functions.score_tile import fast_tanh
 from qkv.masks import Mask
@@ -104,7 +104,7 @@ def translate_call(
     Raise TranslationError if one of them has no translation. Translations are cached by the
     signatures of the functions, and read the tensors of the current call.
     """
-    builder = SignatureBuilder(lambda x: call.fw.cached_constant(x, call.query, "bool"))
+    builder = MaskSignatureBuilder(lambda x: call.fw.cached_constant(x, call.query, "bool"))
     try:
         signature: Any = (
             builder.describe((tuple(rules), tuple(score_mods), temperature)),

@@ -1,106 +1,37 @@
-"""Signatures of functions and masks: equal if their translations are equal.
+"""Signatures of masks and score_mods: equal if their translations are equal.
 
-A function is compared by its code and by what it reads: closure, defaults and globals. Tensors are
-compared by dtype and axes, and collected, so that a cached translation reads the tensors of the
-current call. Anything else that may change unnoticed, such as an attribute of an object, has no
-signature; the function is then traced in each call.
+What has no signature is traced in each call.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from qkv.frameworks.torch_signatures import NoSignatureError, SignatureBuilder
 from qkv.masks import Mask
 from qkv.masks.sequences import Blocks
 
-ATOM_TYPES = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
-IDENTITY_TYPES = (ModuleType, BuiltinFunctionType, type)
-"""Types of objects that are compared by identity, because they do not change."""
 
-
-class NoSignatureError(Exception):
-    """A function reads an object that may change unnoticed."""
-
-
-class SignatureBuilder:
-    """Builds signatures and collects the tensors that they mention, in order."""
+class MaskSignatureBuilder(SignatureBuilder):
+    """Builds signatures of functions, and of masks with their arrays."""
 
     def __init__(self, layout_tensor: Callable[[np.ndarray], Tensor]) -> None:
-        self.tensors: list[Tensor] = []
+        super().__init__()
         self._layout_tensor = layout_tensor
-        self._open: list[int] = []
 
     def describe(self, x: Any) -> Hashable:
-        kind = type(x)
-        if kind in ATOM_TYPES:
-            return kind, x, str(x) if kind is float else None  # 0.0 and −0.0 are equal
-        if isinstance(x, Tensor):
-            return self._describe_tensor(x)
-        if kind is FunctionType:
-            return self._describe_function(x)
-        if kind is partial:
-            return "partial", self.describe(x.func), *map(self.describe, (x.args, x.keywords))
         if isinstance(x, Blocks):
             # The layout is on the device once for each mask.
-            return "blocks", x.size, self._describe_tensor(self._layout_tensor(x.layout))
+            return "blocks", x.size, self.describe_tensor(self._layout_tensor(x.layout))
         if isinstance(x, Mask):
             fields = dataclasses.fields(x)  # type: ignore[arg-type]
-            return kind, *(self.describe(getattr(x, field.name)) for field in fields)
-        if kind in (tuple, list):
-            return kind, *map(self.describe, x)
-        if kind is dict:
-            return kind, *((self.describe(y), self.describe(z)) for y, z in x.items())
-        if isinstance(x, IDENTITY_TYPES) or getattr(kind, "__module__", "").startswith(
-            "torch._ops"
-        ):
-            return "identity", x
-        raise NoSignatureError
-
-    def _describe_tensor(self, x: Tensor) -> Hashable:
-        if type(x) not in (Tensor, torch.nn.Parameter) or not 0 < x.numel() < 2**31:
-            raise NoSignatureError
-        if x.device.type == "cpu" and x.ndim == 0:  # its value becomes part of the source
-            if x.requires_grad:
-                raise NoSignatureError
-            return "number", x.dtype, str(x.item())
-        known = next((i for i, y in enumerate(self.tensors) if y is x), len(self.tensors))
-        if known == len(self.tensors):
-            self.tensors.append(x)
-        ones = tuple(size == 1 for size in x.shape)
-        return "tensor", known, x.dtype, x.device, ones, x.requires_grad
-
-    def _describe_function(self, function: Any) -> Hashable:
-        if id(function) in self._open:  # a recursive function
-            raise NoSignatureError
-        self._open.append(id(function))
-        code = function.__code__
-        try:
-            held = [x.cell_contents for x in function.__closure__ or ()]
-        except ValueError:  # an empty cell
-            raise NoSignatureError from None
-        held += [function.__defaults__, function.__kwdefaults__]
-        known = function.__globals__
-        names = [name for name in _global_names(code) if name in known]
-        found = (
-            "function", code, *map(self.describe, held), tuple(names),
-            *(self.describe(known[name]) for name in names),
-        )  # fmt: skip
-        self._open.pop()
-        return found
+            return type(x), *(self.describe(getattr(x, field.name)) for field in fields)
+        return super().describe(x)
 
 
-def _global_names(code: CodeType) -> list[str]:
-    """Return the names of globals and attributes in the code and in the functions inside it."""
-    names = [*code.co_names]
-    for x in code.co_consts:
-        if isinstance(x, CodeType):
-            names += _global_names(x)
-    return names
+__all__ = ["MaskSignatureBuilder", "NoSignatureError"]

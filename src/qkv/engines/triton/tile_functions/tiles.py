@@ -114,7 +114,7 @@ def load_length(lengths, batch, m):
     """Return how many of a batch's m keys count."""
     end = m
     if lengths is not None:
-        end = tl.minimum(tl.load(lengths + batch), m)
+        end = tl.minimum(tl.load(lengths + batch), m).to(tl.int32)
     return end
 
 
