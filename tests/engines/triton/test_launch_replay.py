@@ -263,12 +263,14 @@ def test_a_second_derivative_of_a_replayed_gradient_is_an_error(counted):
             torch.autograd.grad(gradient.sum(), q)
 
 
-def test_a_checkpoint_saves_the_same_arrays_in_the_first_call(counted):
+@pytest.mark.parametrize("score", ["scaled_dot", scores.Gaussian(2.0)], ids=str)
+def test_a_checkpoint_saves_the_same_arrays_in_the_first_call(counted, score):
     for seed in range(2):
         q, k, v = (x.requires_grad_() for x in arrays_of(seed))
 
         def run(q, k, v):
-            return qkv.attend(q, k, v, mask=masks.lengths(torch.tensor([20])), engine="triton")
+            mask = masks.lengths(torch.tensor([20]))
+            return qkv.attend(q, k, v, score=score, mask=mask, engine="triton")
 
         out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
         found = torch.autograd.grad(out.sum(), (q, k, v))

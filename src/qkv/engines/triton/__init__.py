@@ -449,10 +449,12 @@ def _has_own_form(call: Call) -> bool:
     score: Any = None if isinstance(found, str) else found[0]
     if type(score) not in (Dot, ScaledDot, ExpandedGaussian):
         return False
-    form = score.dot_product_form(call.query, call.key)
+    # Without a gradient: a checkpoint counts what is saved for one, and only the first call is here.
+    query, key = call.query.detach(), call.key.detach()
+    form = score.dot_product_form(query, key)
     learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
     other = compiled_cap(call) or (form.bias is not None and is_shift_sensitive(call))
-    return not (learned or other) and form.query is call.query and form.key is call.key
+    return not (learned or other) and form.query is query and form.key is key
 
 
 def _build_replay(call: Call) -> Callable[..., Any]:

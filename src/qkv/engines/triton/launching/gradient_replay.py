@@ -92,7 +92,8 @@ class GradientReplay:
             return self._apply(signature, recipe, arrays)
         if signature in self.recipes:
             return None
-        made, numbers, dry_run = build()
+        with torch.no_grad():  # a checkpoint counts what is saved for a gradient
+            made, numbers, dry_run = build()
         recipe = _make_recipe(made, numbers, arrays)
         insert_bounded(self.recipes, signature, recipe, MAX_CACHED_RECIPES)
         if recipe is None:
