@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Iterable
-from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -269,7 +268,7 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
             type(record),
             *[
                 FunctionSignature.create(fw, attributes[name])
-                if name == function_field and isinstance(attributes[name], FunctionType)
+                if name == function_field and not _is_record(attributes[name])
                 else record_signature(fw, attributes[name])
                 for name in names
             ],
@@ -281,6 +280,10 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
     if type(record) is tuple:
         return tuple(record_signature(fw, item) for item in record)
     raise UncacheableError
+
+
+def _is_record(x: Any) -> bool:
+    return is_array(x) or isinstance(x, Record)
 
 
 def has_foreign_arrays(fw: Framework, record: Any) -> bool:

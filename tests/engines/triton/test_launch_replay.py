@@ -698,3 +698,17 @@ def test_repair_keeps_nothing(counted):
         nan_repair.repair_in_place(out, q, k, v, 0.25)
         torch.testing.assert_close(out, want, equal_nan=True)
         assert torch.isfinite(out[0, 1, :12]).all()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_relative_scores_of_other_numbers(counted, learned):
+    """Its arrays are fields, and reach the kernels as captured tensors of a score_mod."""
+    for seed in range(3):
+        arrays = arrays_of(seed)
+        table = torch.randn(2, 9, requires_grad=learned)
+        for bias in (table, scores.Alibi(table[:, 0]), lambda distance, head: -abs(distance)):
+            score = scores.Relative(bias, align="bottom_right")
+            got = qkv.attend(*arrays, score=score, engine="triton")
+            want = qkv.attend(*(x.float() for x in arrays), score=score, engine="dense")
+            torch.testing.assert_close(got.float(), want, atol=3e-2, rtol=3e-2)
+    assert counted[-1:] == [True], counted

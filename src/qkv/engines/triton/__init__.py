@@ -449,7 +449,7 @@ def _has_own_form(call: Call) -> bool:
     score: Any = None if isinstance(found, str) else found[0]
     if type(score) not in (Dot, ScaledDot, ExpandedGaussian):
         return False
-    # Without a gradient: a checkpoint counts what is saved for one, and only the first call is here.
+    # Without a gradient: a checkpoint counts what is saved for one. Only first calls are here.
     query, key = call.query.detach(), call.key.detach()
     form = score.dot_product_form(query, key)
     learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
