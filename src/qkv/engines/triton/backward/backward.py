@@ -18,8 +18,14 @@ from qkv.engines.triton.backward import (
     wide_gradients,
 )
 from qkv.engines.triton.launching import launch, precompile, tile_choice, workspace
-from qkv.engines.triton.launching.kernel_call import KernelCall, round_query, shared_strides
+from qkv.engines.triton.launching.kernel_call import (
+    KernelCall,
+    Numbers,
+    round_query,
+    shared_strides,
+)
 from qkv.engines.triton.launching.tile_choice import Tile
+from qkv.engines.triton.sparse import best_value, thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
 
@@ -64,6 +70,8 @@ def attend_backward(
     """
     *given, for_queries, for_keys, for_pairs, for_captured = rest
     call = KernelCall(*round_query(given))
+    if call.is_hard and along_lse is not None:  # the score of the best key has a gradient
+        call = KernelCall(*_with_tolerant_thresholds(round_query(given)))
     grads = _allocate_gradients(
         given, for_queries, for_keys, for_pairs, for_captured, dvalue=dvalue
     )
@@ -72,6 +80,13 @@ def attend_backward(
             x.zero_()
         return grads
     along = along.contiguous()
+    if call.is_hard and along_lse is None:
+        for x in (*grads[:2], *grads[3:]):
+            if x.numel():
+                wide_gradients.fill_zeros(x)
+        if for_keys:
+            best_value.scatter_gradient(call, along, grads.value)
+        return grads
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     broad = (
         call.w > tile_choice.MAX_BACKWARD_TILE_WIDTH or call.d > tile_choice.MAX_BACKWARD_TILE_WIDTH
@@ -109,6 +124,13 @@ def attend_backward(
                 wide_gradients.fill_zeros(x)
     _launch_both_sides(way, for_queries and not fused, for_keys)
     return grads
+
+
+def _with_tolerant_thresholds(given: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of `attend_forward` with thresholds that all passes can use."""
+    arrays, numbers = Arrays(*given[:ARRAY_COUNT]), Numbers(*given[ARRAY_COUNT:])
+    row_a, row_b = thresholds.find_tolerant_thresholds(arrays, numbers)
+    return *arrays._replace(row_a=row_a, row_b=row_b), *numbers
 
 
 def weights_backward(call: KernelCall, along: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

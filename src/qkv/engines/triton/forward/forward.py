@@ -17,6 +17,7 @@ from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.kernel_call import KernelCall, round_query
 from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.tile_choice import Tile
+from qkv.engines.triton.sparse import best_value
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.program import (
     align_stride,
@@ -292,6 +293,9 @@ def _hopper_module(device: torch.device) -> Any:
 
 def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Fill out, lse and kept."""
+    if call.is_hard:
+        best_value.take_best_values(call, out, lse, kept)
+        return
     hopper = None if call.key_bias is None else _hopper_module(out.device)
     if hopper is not None and hopper.is_supported(call):
         hopper.launch_pool(call, out, lse, kept)

@@ -62,6 +62,10 @@ class Numbers(NamedTuple):
     adds_squares: bool = False
 
     @property
+    def is_hard(self) -> bool:
+        return self.weighting == "topk" and self.alpha == 1
+
+    @property
     def has_score_mod(self) -> bool:
         return self.functions is not None and self.functions.modify is not None
 
@@ -115,6 +119,7 @@ class KernelCall:
         scale, self.weighting, alpha, lower, upper, layout_size, self.needs_exact_row_sums, *_ = (
             numbers
         )
+        self.is_hard = numbers.is_hard
         self.query, self.key, self.value = (as_row_major(x) for x in arrays[:3])
         self.key_bias, self.gate_key = (
             x if x is None or x.stride(2) == 1 else x.contiguous()

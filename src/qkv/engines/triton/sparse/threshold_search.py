@@ -5,6 +5,7 @@ tile by tile, with the functions of `forward.pool_kernel`. So all passes compute
 
 - entmax: the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1.
 - top-k: the k-th largest score, and the position up to which equal scores count.
+- hard (top-1): the largest score and its first key.
 
 With few rows, `score_kernel` writes the scores once, and the search reads them (F.STORED).
 """
@@ -331,6 +332,32 @@ def entmax_kernel(
     tl.store(out + spot.line, t, mask=spot.inside)
     if F.PHASE == 1:
         tl.store(own.at, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
+
+
+@jit_kernel
+def best_kernel(
+    given, out, position, marks, across, lists, counts, scales, steps, z, F: tl.constexpr
+):  # fmt: skip
+    """Find the largest score of each row of a tile, and the first key that has it, in one pass.
+
+    Each column of the tile keeps its largest score and where that was. Keys come in their order, so
+    a later equal score does not replace an earlier one.
+    """
+    rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
+    scales = _scale_scores(scales, F)
+    peaks = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    starts = tl.zeros((F.ROWS, F.COLS), tl.int32)
+    for t in tl.range(edges[0], edges[3]):
+        s = _tile_scores(t, rows, keys, edges, scales, z, F)
+        starts = tl.where(s > peaks, tile_positions(t, keys.at, F.COLS, F)[0], starts)
+        peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
+    bad = _has_nan_or_inf(peaks)
+    top = tl.max(peaks, 1)
+    j = starts + tl.arange(0, F.COLS)[None, :]
+    first = tl.min(tl.where(peaks == top[:, None], j, LAST_POSITION), 1)
+    first = tl.where(bad | (top == NEG_INFINITY), LAST_POSITION, first)
+    tl.store(out + spot.line, tl.where(bad, float("nan"), top), mask=spot.inside)
+    tl.store(position + spot.line, first, mask=spot.inside)
 
 
 @triton.jit

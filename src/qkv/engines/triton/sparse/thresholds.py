@@ -22,6 +22,7 @@ from qkv.engines.triton.sparse import support_lists
 from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
 from qkv.engines.triton.sparse.threshold_search import (
     LAST_POSITION,
+    best_kernel,
     entmax_kernel,
     score_kernel,
     topk_kernel,
@@ -47,7 +48,7 @@ def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False
     if w > 128:
         return Tile(128, 64, 64, 8, 2)
     # With 128 registers four programs share a processor (three with 168, for wide entmax).
-    few = w <= 64 or kernel is topk_kernel
+    few = w <= 64 or kernel is not entmax_kernel
     return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=128 if few else 168)
 
 
@@ -72,7 +73,7 @@ def _launch_search(
         counts: Tensor | None = None
         own: dict[str, Any] = {}
         if lists is None:  # ties count in the order of the keys
-            _, lists, counts, _, own = call.listed_loop(tile, in_order=kernel is topk_kernel)
+            _, lists, counts, _, own = call.listed_loop(tile, in_order=kernel is not entmax_kernel)
         sizes = call.build_sizes(at_columns=0 if lists is None else lists.shape[-1])
         known = (
             call.constexprs
@@ -201,13 +202,32 @@ def find_thresholds(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     key up to the position row_b (int32). If the k-th score has ties that do not count, row_a is
     that score; otherwise it is between the k-th score and the next. A row with at most k scores
     above −∞ has row_a = −∞ and row_b = 2³¹ − 1. A row with NaN or +∞ has row_a = NaN.
+
+    *Hard*, top-k with k = 1: row_a is the largest score and row_b its first key. A row that is
+    empty or has NaN or +∞ has row_b = 2³¹ − 1.
     """
     arrays, numbers = Arrays(*round_query(given[:ARRAY_COUNT])), Numbers(*given[ARRAY_COUNT:-1])
-    listed = given[-1]
+    kernel: Any = entmax_kernel
+    more: tuple[int, ...] = ()
+    if numbers.weighting == "topk":
+        kernel, more = (
+            (best_kernel, ()) if numbers.is_hard else (topk_kernel, (int(numbers.alpha),))
+        )
+    return _search(kernel, more, arrays, numbers, given[-1])
+
+
+def find_tolerant_thresholds(arrays: Arrays, numbers: Numbers) -> tuple[Tensor, ...]:
+    """Return row_a and row_b of top-k for `hard` too, as passes with other tiles need them."""
+    return _search(topk_kernel, (int(numbers.alpha),), arrays, numbers, False)[:2]
+
+
+def _search(
+    kernel: Any, more: tuple[int, ...], arrays: Arrays, numbers: Numbers, listed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `find_thresholds` from this kernel, which takes the integers `more`."""
     query, key = arrays[:2]
     row_a, row_b, lists, across, marks = _allocate_outputs(query, key, numbers.weighting, listed)
     entmax = numbers.weighting == "entmax"
-    kernel, more = (entmax_kernel, ()) if entmax else (topk_kernel, (int(numbers.alpha),))
     if not (row_a.numel() and key.shape[2]):
         return (
             row_a.fill_(0 if entmax else -torch.inf),
@@ -234,7 +254,7 @@ def with_thresholds(arrays: Arrays, numbers: Numbers) -> Arrays:
         return arrays
     entmax, banded = numbers.weighting == "entmax", (numbers.lower, numbers.upper) != (None, None)
     ruled = arrays.layout is not None or numbers.functions is not None
-    listed = not ruled and support_lists.lists_pay_off(
+    listed = not (ruled or numbers.is_hard) and support_lists.lists_pay_off(
         arrays.query, arrays.key, banded or not entmax
     )
     # Values and dropout do not matter here, so kernels are not compiled for them.
