@@ -19,6 +19,7 @@ from qkv.engines.triton.launching import precompile
 from qkv.engines.triton.launching.launch_replay import LaunchListCache, describe_arrays
 from qkv.engines.triton.sparse import thresholds
 from qkv.engines.triton.tile_functions.records import Arrays
+from qkv.frameworks.torch import without_saved_tensor_hooks
 from qkv.util.caches import insert_bounded
 
 MAX_CACHED_RECIPES = 1024
@@ -92,7 +93,7 @@ class GradientReplay:
             return self._apply(signature, recipe, arrays)
         if signature in self.recipes:
             return None
-        with torch.no_grad():  # a checkpoint counts what is saved for a gradient
+        with without_saved_tensor_hooks():  # a checkpoint counts what is saved for a gradient
             made, numbers, dry_run = build()
         recipe = _make_recipe(made, numbers, arrays)
         insert_bounded(self.recipes, signature, recipe, MAX_CACHED_RECIPES)
