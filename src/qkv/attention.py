@@ -210,9 +210,9 @@ def attend(
             ]
             return _join_queries(call, parts)
     arguments = (query, key, value, score, weighting, mask, seed)
-    return plan_cache.run_first_call(
-        call, choose_engine(call, engine), None if plan else signature, arguments
-    )
+    with call.fw.plan_quietly():
+        choice = choose_engine(call, engine)
+    return plan_cache.run_first_call(call, choice, None if plan else signature, arguments)
 
 
 @forbid_torchscript

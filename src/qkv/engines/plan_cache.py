@@ -117,7 +117,8 @@ def run_first_call(
 
     Since later calls run through the same plan, their results equal the first bit by bit.
     """
-    plan = None if signature is None else cache_plan(signature, call, choice)
+    with call.fw.plan_quietly():
+        plan = None if signature is None else cache_plan(signature, call, choice)
     results = None if plan is None else plan.run(*arguments)
     if results is not None:
         return results

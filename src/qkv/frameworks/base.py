@@ -224,6 +224,10 @@ class Framework:
         """Return x in the data type of the framework's active autocast."""
         return x
 
+    def plan_quietly(self) -> AbstractContextManager[object]:
+        """Return a context for what only the first call of a kind computes, to choose an engine."""
+        return nullcontext()
+
     def leave_autocast(self, x: Array) -> AbstractContextManager[object] | None:
         """Return a context without the active autocast on x's device; None: there is none."""
         return None

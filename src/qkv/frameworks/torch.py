@@ -488,6 +488,9 @@ class Torch(Framework):
             return x
         return x.to(torch.get_autocast_dtype(device))
 
+    def plan_quietly(self) -> AbstractContextManager[object]:
+        return _NULL_CONTEXT if _is_tracing() else without_saved_tensor_hooks()
+
     def leave_autocast(self, x: Array) -> AbstractContextManager[object] | None:
         if not _is_autocast_enabled() or _is_tracing() or x.is_meta:
             return None

@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import qkv
 from qkv import masks, scores, weightings
+from qkv.engines.triton.sparse import best_value
+from qkv.engines.triton.tile_functions.records import Sizes
 
 # NumPy, which the interpreter runs on, warns of infinities that are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -94,3 +96,20 @@ def test_a_bad_row_or_value_stays_where_it_is(bad):
     rows[0, 0, 3] = False
     assert torch.equal(got[rows].nan_to_num(7.0), want[rows].nan_to_num(7.0))
     assert got[0, 0, 3].isnan().all()
+
+
+def test_kernels_take_the_same_sizes_under_every_mask(monkeypatch):
+    """A kernel is compiled once for all masks, so it must not receive the sizes of one."""
+    kinds, launch = [], best_value.KernelCall.launch_kernel
+
+    def launch_noted(call, kernel, programs, arrays, out, sizes, *rest):
+        if kernel in (best_value.take_kernel, best_value.scatter_kernel):
+            kinds.append(type(sizes[0]))
+        launch(call, kernel, programs, arrays, out, sizes, *rest)
+
+    monkeypatch.setattr(best_value.KernelCall, "launch_kernel", launch_noted)
+    q, k, v = draw_arrays(torch.float32)
+    for mask in (None, masks.blocks(torch.ones(5, 5), 8) & masks.documents(torch.arange(40) // 9)):
+        out = qkv.attend(q, k, v.requires_grad_(), weighting="hard", mask=mask, engine="triton")
+        torch.autograd.grad(out.sum(), v)
+    assert kinds == [Sizes] * 4

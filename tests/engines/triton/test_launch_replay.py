@@ -27,7 +27,7 @@ from qkv.engines.triton.additive import (
 from qkv.engines.triton.backward import backward, backward_keys, backward_queries, wide_gradients
 from qkv.engines.triton.forward import forward
 from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile, workspace
-from qkv.engines.triton.sparse import thresholds
+from qkv.engines.triton.sparse import best_value, thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import Arrays
 from qkv.errors import EngineError
@@ -95,6 +95,7 @@ def counted(monkeypatch):
     for module, name in (
         (forward, "pool_kernel"), (nan_repair, "repair_kernel"), (norms, "_square_kernel"),
         (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge_kernel"),
+        (thresholds, "best_kernel"), (best_value, "take_kernel"), (best_value, "scatter_kernel"),
         (additive_projection, "_projection_kernel"),
         (additive_projection, "_projection_backward_kernel"),
         (additive_features, "_fit_kernel"), (additive_features, "_features_kernel"),
@@ -221,6 +222,7 @@ LEARNED = {
     "plain": {"weighting": "sigmoid", "score": "dot"},
     "entmax": {"weighting": "entmax15"},
     "top-k": {"weighting": weightings.TopK(3), "mask": "causal"},
+    "hard": {"weighting": "hard", "mask": "causal"},
 }
 
 
@@ -263,19 +265,30 @@ def test_a_second_derivative_of_a_replayed_gradient_is_an_error(counted):
             torch.autograd.grad(gradient.sum(), q)
 
 
-@pytest.mark.parametrize("score", ["scaled_dot", scores.Gaussian(2.0)], ids=str)
-def test_a_checkpoint_saves_the_same_arrays_in_the_first_call(counted, score):
+SAVED = {
+    "plain": {"mask": masks.lengths(torch.tensor([20]))},
+    "gaussian": {"score": scores.Gaussian(2.0), "mask": masks.lengths(torch.tensor([20]))},
+    "learned scale": {
+        "score": scores.ScaledDot(torch.full((2, 1, 1), 0.3, requires_grad=True)),
+        "weighting": "hard",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_saves_the_same_arrays_in_the_first_call(counted, name):
     for seed in range(2):
-        q, k, v = (x.requires_grad_() for x in arrays_of(seed))
+        q, k, v = (x.requires_grad_() for x in arrays_of(seed, dtype=torch.float32))
 
         def run(q, k, v):
-            mask = masks.lengths(torch.tensor([20]))
-            return qkv.attend(q, k, v, score=score, mask=mask, engine="triton")
+            return qkv.attend(q, k, v, **SAVED[name], engine="triton")
 
         out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
-        found = torch.autograd.grad(out.sum(), (q, k, v))
-        for x, y in zip(found, torch.autograd.grad(run(q, k, v).sum(), (q, k, v)), strict=True):
-            assert torch.equal(x, y)
+        found, want = (
+            torch.autograd.grad(x.sum(), (q, k, v), materialize_grads=True)
+            for x in (out, run(q, k, v))
+        )
+        assert all(map(torch.equal, found, want))
 
 
 @pytest.mark.parametrize("change", ["other array", "same array", "longer"])

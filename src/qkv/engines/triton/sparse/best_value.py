@@ -13,6 +13,7 @@ from qkv.engines.triton.launching import tile_choice
 from qkv.engines.triton.launching.kernel_call import KernelCall
 from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.tile_functions import tiles
+from qkv.engines.triton.tile_functions.records import Sizes
 from qkv.engines.triton.tile_functions.tiles import LOG2E, jit_kernel
 
 ROWS_PER_TILE = 64
@@ -85,13 +86,18 @@ def scatter_kernel(given, along, dvalue, scales, steps, z, F: tl.constexpr):
     tl.store(where, total.to(dvalue.dtype.element_ty), mask=(j < z.m) & (column < F.D))
 
 
+def _plain_sizes(call: KernelCall) -> Sizes:
+    """Return the sizes without those of a mask, so that one kernel serves all masks."""
+    return Sizes(*call.base_sizes[: len(Sizes._fields)])
+
+
 def take_best_values(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Fill out, lse and kept with the best key's value and score of each query."""
 
     def run_tile(tile: Tile) -> None:
         facts = call.constexprs | {"ROWS": tile.rows}
         programs = call.b * call.h * -(-call.n // tile.rows)
-        sizes = (call.build_sizes(), kept.stride(0))
+        sizes = (_plain_sizes(call), kept.stride(0))
         call.launch_kernel(take_kernel, programs, (out, lse, kept), None, sizes, facts, tile)
 
     call.run_with_fitting_tile("take", Tile(ROWS_PER_TILE, 1, 1, 4, 1), run_tile)
@@ -103,7 +109,7 @@ def scatter_gradient(call: KernelCall, along: Tensor, dvalue: Tensor) -> None:
     def run_tile(tile: Tile) -> None:
         facts = call.constexprs | {"ROWS": tile.rows, "COLS": tile.cols}
         programs = call.b * call.hk * -(-call.m // tile.cols)
-        arrays, sizes = (along, dvalue), (call.build_sizes(),)
+        arrays, sizes = (along, dvalue), (_plain_sizes(call),)
         call.launch_kernel(scatter_kernel, programs, arrays, None, sizes, facts, tile)
 
     wide = call.d > tile_choice.MAX_BACKWARD_TILE_WIDTH
