@@ -8,7 +8,7 @@ import pytest
 import qkv
 from qkv import masks, scores, weightings
 from qkv.errors import FrameworkError
-from qkv.frameworks import to_numpy
+from qkv.frameworks import is_array, to_numpy
 from qkv.frameworks.int8 import Int8Queries
 from qkv.frameworks.torch import is_finite
 
@@ -274,3 +274,17 @@ def test_is_finite(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 def test_sums_of_float16_do_not_overflow() -> None:
     assert is_finite(torch.full((4096, 64), 300, dtype=torch.float16))
+
+
+def test_a_generator_seen_before_does_not_stop_the_compiler():
+    """torch.compile reads the table of known types, and cannot compare torch.Generator."""
+    query, key, value = (torch.randn(2, 6, 3) for _ in range(3))
+    generator = torch.Generator().manual_seed(1)
+    qkv.attend(query, key, value, dropout_p=0.1, seed=generator)
+    assert not is_array(generator)
+
+    def attend(*arrays):
+        return qkv.attend(*arrays, score=scores.Gaussian(0.5))
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(query, key, value), attend(query, key, value))
