@@ -362,6 +362,14 @@ def _plan_call(
     return signature, plan, call, choose_engine(call, engine)
 
 
+def pool_weighed_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> np.ndarray:
+    """Return the output (1, d_v) for weights (1, c), none of them 0, and values (c, d_v).
+
+    With `mean`, the weights are divided by their sum.
+    """
+    return candidates.pool_values(weights, value, mean)
+
+
 def _leave_autocast(*arrays: Any) -> AbstractContextManager[object] | None:
     """Return a context without the autocast that casts these arrays; None: there is none."""
     frameworks = {find_framework(x) for x in arrays}

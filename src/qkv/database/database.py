@@ -1415,7 +1415,7 @@ class Database(ReadableDatabase[K, V]):
         >>> D.index().indexed
         20000
         >>> D.ask(np.zeros(8), weighting="hard", approximate=True).rows_read
-        64
+        32
         """
         from qkv.database.index import build
 

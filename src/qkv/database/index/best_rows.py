@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 
 from qkv.answer import Answer
+from qkv.attention import pool_weighed_values
 from qkv.database.index.metric import IndexMetric
 from qkv.database.query.executor import LocalBackend, QueryExecutor
 from qkv.database.table.view import TableView
-from qkv.engines.out_of_core.candidates import MAX_GATHERED_FLOATS, pool_values
 from qkv.util.deadline import check_deadline
 from qkv.util.types import lazy_property
 
 MAX_BEST_ROWS = 256
 """The largest k. Weightings of more rows are computed as for all other weightings."""
+
+MAX_GATHERED_FLOATS = 2**18
+"""The number of key elements that are gathered and scored at a time, so that they stay cached."""
 
 QUERIES_PER_BATCH = 256
 """The answers of a batch share the memory of their rows, so a batch is small."""
@@ -202,7 +205,7 @@ def pool_batch(weights: np.ndarray, value: np.ndarray) -> np.ndarray:
     if not is_simple.all():
         for i in np.flatnonzero(~is_simple.all(axis=1)).tolist():
             used = weights[i] > 0
-            output[i] = pool_values(weights[i : i + 1, used], value[i, used], True)[0]
+            output[i] = pool_weighed_values(weights[i : i + 1, used], value[i, used], True)[0]
     return output
 
 
