@@ -122,9 +122,15 @@ class StudentT(scores.Score):
 
 
 def relative_mod(o: Plain) -> Callable[..., Array]:
+    if o.name == "torch":  # as a user writes it: without an object of this benchmark
+        return _subtract_distance
     if ("relative", o.name) not in _MODS:
         _MODS["relative", o.name] = lambda s, b, h, i, j: s - o.cast(o.abs(i - j), s) * 0.05
     return _MODS["relative", o.name]
+
+
+def _subtract_distance(s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+    return s - abs(i - j) * 0.05
 
 
 _MODS: dict[Any, Callable[..., Array]] = {}
@@ -142,6 +148,8 @@ def _relative_formula(o: Plain, q: Array, k: Array, a: Arrays) -> Array:
 
 def alibi_score(o: Plain, a: Arrays) -> Any:
     slopes = a["score.slopes"]
+    if o.name == "torch":
+        return scores.Modified(scores.ScaledDot(), lambda s, b, h, i, j: s + slopes[h] * (j - i))
 
     def score_mod(s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         return s + o.take(slopes, h) * o.cast(j - i, s)
@@ -158,6 +166,8 @@ def _alibi_formula(o: Plain, q: Array, k: Array, a: Arrays) -> Array:
 def table_score(o: Plain, a: Arrays) -> Any:
     table = a["score.table"]
     middle = table.shape[0] // 2
+    if o.name == "torch":
+        return scores.Modified(scores.ScaledDot(), lambda s, b, h, i, j: s + table[j - i + middle])
 
     def score_mod(s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         return s + o.take(table, j - i + middle)
