@@ -149,7 +149,9 @@ def _relative_formula(o: Plain, q: Array, k: Array, a: Arrays) -> Array:
 def alibi_score(o: Plain, a: Arrays) -> Any:
     slopes = a["score.slopes"]
     if o.name == "torch":
-        return scores.Modified(scores.ScaledDot(), lambda s, b, h, i, j: s + slopes[h] * (j - i))
+        return scores.Modified(
+            scores.ScaledDot(), lambda s, b, h, i, j: s + slopes[h] * (j - i).to(s.dtype)
+        )
 
     def score_mod(s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         return s + o.take(slopes, h) * o.cast(j - i, s)
