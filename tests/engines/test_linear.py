@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -189,10 +190,109 @@ def test_it_runs_where_it_is_faster(monkeypatch):
     assert "in memory" in refusal(QUERY, KEY, VALUE)
 
 
-def test_a_traced_graph_of_torch_is_refused():
+LINEAR = {"score": scores.FeatureMap(), "weighting": "normalized"}
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_a_compiled_graph_of_torch(mask):
     torch = pytest.importorskip("torch")
-    x = torch.zeros(300, 300, 4, device="meta")
-    assert "traced graph" in dict(qkv.explain(x, x, x, score="dot", **RAW).refusals)["linear"]
+    options = {**LINEAR, "mask": mask}
+    compiled = torch.compile(
+        lambda *x: qkv.attend(*x, **options), backend="aot_eager", fullgraph=True
+    )
+    # The graph of the second length has symbols for lengths.
+    for size in (N, N - 10):
+        arrays = [torch.tensor(x[:size], requires_grad=True) for x in (QUERY, KEY, VALUE)]
+        want = qkv.attend(*arrays, engine="dense", **options)
+        out = compiled(*arrays)
+        torch.testing.assert_close(out, want)
+        slopes = [torch.autograd.grad(x, arrays, torch.ones_like(out)) for x in (out, want)]
+        torch.testing.assert_close(*slopes)
+
+
+def test_a_compiled_graph_keeps_no_scores():
+    torch = pytest.importorskip("torch")
+    sizes = []
+
+    def note_sizes(graph, inputs):
+        nodes = (x.meta.get("example_value") for x in graph.graph.nodes)
+        sizes.extend(x.numel() for x in nodes if isinstance(x, torch.Tensor))
+        return graph.forward
+
+    arrays = [torch.ones(2048, D) for _ in range(3)]
+    options = {**LINEAR, "mask": "causal"}
+    torch.compile(lambda *x: qkv.attend(*x, **options), backend=note_sizes, fullgraph=True)(*arrays)
+    assert max(sizes) <= 2048 * linear.chunk_size(D, D)
+
+
+def test_an_exported_program_takes_any_length():
+    torch = pytest.importorskip("torch")
+
+    class Layer(torch.nn.Module):
+        def forward(self, *arrays):
+            return qkv.attend(*arrays, **LINEAR)
+
+    arrays = tuple(torch.tensor(x[:M]) for x in (QUERY, KEY, VALUE))
+    length = {0: torch.export.Dim("length", min=2)}
+    program = torch.export.export(Layer(), arrays, dynamic_shapes={"arrays": (length,) * 3})
+    for size in (M, 7):
+        arrays = [torch.tensor(x[:size]) for x in (QUERY, KEY, VALUE)]
+        want = qkv.attend(*arrays, engine="dense", **LINEAR)
+        torch.testing.assert_close(program.module()(*arrays), want)
+
+
+def test_a_graph_of_tensorflow():
+    tf = pytest.importorskip("tensorflow")
+    arrays = [tf.constant(x) for x in (QUERY, KEY, VALUE)]
+    options = {**LINEAR, "mask": "causal"}
+
+    @tf.function(autograph=False)
+    def differentiate(*arrays):
+        out = qkv.attend(*arrays, **options)
+        return out, tf.gradients(out, list(arrays))
+
+    largest = max(
+        math.prod(x.shape)
+        for step in differentiate.get_concrete_function(*arrays).graph.get_operations()
+        for x in step.outputs
+        if None not in tuple(x.shape)
+    )
+    assert largest < N * M
+    out, slopes = differentiate(*arrays)
+    with tf.GradientTape() as tape:
+        tape.watch(arrays)
+        want = qkv.attend(*arrays, engine="dense", **options)
+    wanted = (want, *tape.gradient(want, arrays))
+    for got, right in zip((out, *slopes), wanted, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("score", [scores.FeatureMap(), scores.Decay(0.1, scores.FeatureMap())])
+@pytest.mark.parametrize("weighting", ["raw", "normalized"])
+def test_without_a_check_nan_reaches_no_earlier_query(score, weighting, monkeypatch):
+    # A traced graph and a GPU cannot choose by the numbers of their sums.
+    monkeypatch.setattr(linear, "_checks_sums", lambda call: False)
+    key, value = KEY[:200].copy(), VALUE[:200].copy()
+    value[70, 1], value[150, 0], key[180, 2] = np.nan, np.inf, np.nan
+    options = {"score": score, "weighting": weighting, "mask": "causal"}
+    out = qkv.attend(QUERY, key, value, engine="linear", **options)
+    with np.errstate(invalid="ignore"):
+        want = qkv.attend(QUERY, key, value, engine="dense", **options)
+    np.testing.assert_allclose(np.isfinite(out), np.isfinite(want))
+    np.testing.assert_allclose(out[np.isfinite(out)], want[np.isfinite(out)])
+
+
+def test_on_a_gpu_kernels_run_first_where_they_are_faster(monkeypatch):
+    torch = pytest.importorskip("torch")
+    fw = type(get_framework(torch.zeros(1)))
+    monkeypatch.setattr(fw, "device_block_numbers", lambda self, like: 2**26)
+    x = torch.zeros(2, 4096, 64, device="meta")
+    monkeypatch.setattr(linear.triton, "unsupported_reason", lambda call: None)
+    reasons = dict(qkv.explain(x, x, x, score="dot", weighting="raw", mask="causal").refusals)
+    assert "fused kernel computes the scores of 4,096 queries" in reasons["linear"]
+    monkeypatch.setattr(linear.triton, "unsupported_reason", lambda call: "no kernel")
+    explained = qkv.explain(x, x, x, mask="causal", **LINEAR)
+    assert explained.engine == "linear"
 
 
 # Stored rows

@@ -5,6 +5,10 @@ share. So n queries and m keys cost n + m products with it, instead of n · m sc
 of a score are two further columns of φ and ψ. `Normalized` weights are divided by φ(q)·Σ ψ(k), the
 sum of one more column of values, 1. With a causal mask the sums are cumulative, by chunks.
 Gradients follow from the framework's operations.
+
+An eager call on a CPU checks that the sums are finite, and computes the scores if they are not. A
+traced graph and a GPU skip this check: there, NaN or infinity in a row of key and value reaches all
+queries that may attend to the row, also those with a weight of 0, and no other query.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ import math
 from dataclasses import replace
 
 from qkv.engines import call as calls
-from qkv.engines import streaming
+from qkv.engines import streaming, triton
 from qkv.engines.call import Call
-from qkv.engines.causal_sums import chunk_size, sum_causally
-from qkv.errors import FrameworkError, format_count
+from qkv.engines.causal_sums import chunk_size, sum_any_causally, sum_causally
+from qkv.errors import format_count
 from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
 from qkv.frameworks.tree import array_leaves, replace_arrays
@@ -31,6 +35,9 @@ UPCASTS = True
 
 MAX_DENSE_SCORES = 2**16
 """Scores up to which the whole matrix takes no longer than the sums."""
+
+FUSED_KERNEL_SPEEDUP = 16
+"""How many products of a fused kernel on a GPU take the time of one product of the sums."""
 
 MAX_FORM_NUMBERS = 2**26
 """Most numbers of φ and ψ together, which are in memory at once."""
@@ -54,19 +61,20 @@ def shape_based_reason(call: Call) -> str | None:
         return "dropout changes each weight separately"
     if call.bias is not None:
         return "a float mask changes each score separately"
-    if isinstance(call.score, Decay) and (call.score.align != "top_left" or not _is_causal(call)):
+    is_causal = _is_causal(call)
+    if isinstance(call.score, Decay) and (call.score.align != "top_left" or not is_causal):
         return "the weights decay with the distance, which only sums with masks.causal can do"
-    if call.rule is not None and not (call.rule.is_shared_by_queries or _is_causal(call)):
+    if call.rule is not None and not (call.rule.is_shared_by_queries or is_causal):
         return "the mask differs between queries, and is not masks.causal"
+    is_decaying = isinstance(call.score, Decay)
     call = _without_decay(call)
     if isinstance(call.score, Gated):
         return "the gate multiplies each score, so the score is not a dot product"
     if call.has_unknown_length:
         return streaming.UNKNOWN_LENGTH_REASON
-    if call.fw.is_in_fixed_graph(call.query):
-        return "a traced graph cannot choose another engine for sums that are not finite"
-    if call.fw.device_block_numbers(call.query) is not None:
-        return "on a GPU the check that its sums are finite would wait for the device"
+    needs_fixed_chunks = is_decaying or (is_causal and not call.fw.allows_length_guards())
+    if needs_fixed_chunks and not _has_fixed_lengths(call):
+        return "a length is not fixed in the traced graph, so there are no fixed chunks"
     return None
 
 
@@ -78,6 +86,8 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def slower_reason(call: Call) -> str | None:
+    if not _has_fixed_lengths(call):
+        return None  # a comparison would fix the lengths of the graph
     if call.n * call.m <= MAX_DENSE_SCORES:
         return f"{format_count(call.n * call.m)} scores are too few: the sums would take longer"
     width, numbers = _feature_width(call), math.prod(call.lead) * (call.n + call.m)
@@ -92,8 +102,21 @@ def slower_reason(call: Call) -> str | None:
             f"sums of {format_count(width)} × {format_count(value_width)} numbers take longer than "
             f"the scores of {format_count(call.n)} queries and {format_count(call.m)} keys"
         )
+    if call.fw.device_block_numbers(call.query) is not None:
+        return _slower_on_device_reason(call, pairs, products)
     if numbers * width > MAX_FORM_NUMBERS:
         return f"its vectors would need {format_count(numbers * width)} numbers in memory"
+    return None
+
+
+def _slower_on_device_reason(call: Call, pairs: int, products: int) -> str | None:
+    """Return why fused kernels take less time than the sums in float32, if they do."""
+    has_kernel = triton.unsupported_reason(call) is None
+    if has_kernel and pairs < FUSED_KERNEL_SPEEDUP * products:
+        return (
+            f"a fused kernel computes the scores of {format_count(call.n)} queries and "
+            f"{format_count(call.m)} keys in less time than the sums"
+        )
     return None
 
 
@@ -132,12 +155,11 @@ def run(call: Call) -> tuple[Array, None, None]:
     score = replace(call.score, score=score) if isinstance(call.score, Decay) else score
     call = replace(call, score=score).upcast()
     out, sums = _compute_output(call)
+    if sums is None:
+        return out, None, None
     finite = _are_finite(call.fw, sums)
     if finite is not None:
         return out if finite else streaming.run(original)[0], None, None
-    if not call.fw.needs_equal_spans:
-        # TensorFlow cannot differentiate a branch with a gradient of its own.
-        raise FrameworkError("the linear engine reads whether its sums are finite")
 
     def run_linear(*arrays: Array) -> Array:
         return _compute_output(replace_arrays(call.fw, call, arrays))[0]
@@ -153,6 +175,17 @@ def run(call: Call) -> tuple[Array, None, None]:
     )
 
 
+def _checks_sums(call: Call) -> bool:
+    """Return whether `run` computes the scores if a sum is not finite."""
+    fw = call.fw
+    return not fw.is_in_fixed_graph(call.query) and fw.device_block_numbers(call.query) is None
+
+
+def _has_fixed_lengths(call: Call) -> bool:
+    """Return whether the lengths are numbers, not symbols of a traced graph."""
+    return isinstance(call.n, int) and isinstance(call.m, int)
+
+
 def _is_causal(call: Call) -> bool:
     return call.at is None and is_plain_causal(call.rule)
 
@@ -162,8 +195,11 @@ def _without_decay(call: Call) -> Call:
     return replace(call, score=call.score.score) if isinstance(call.score, Decay) else call
 
 
-def _compute_output(call: Call) -> tuple[Array, Array]:
-    """Return the output (…, n, d_v), and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over all keys that count."""
+def _compute_output(call: Call) -> tuple[Array, Array | None]:
+    """Return the output (…, n, d_v), and Σⱼ ψ(kⱼ) vⱼᵀ (…, w, d_v) over all keys that count.
+
+    The sums are None if the output needs no check that they are finite.
+    """
     fw, key, value = call.fw, call.key, call.value
     assert value is not None
     is_causal, is_normalized = _is_causal(call), type(call.weighting) is Normalized
@@ -182,14 +218,17 @@ def _compute_output(call: Call) -> tuple[Array, Array]:
     if is_causal:
         size = chunk_size(query.shape[-1], value.shape[-1])
         rate = call.score.rates(query) if isinstance(call.score, Decay) else None
-        out, sums = sum_causally(query, key, value, size, rate)
+        if _checks_sums(call):
+            out, sums = sum_causally(query, key, value, size, rate)
+        else:
+            out, sums = sum_any_causally(query, key, value, size, rate), None
     else:
         sums = fw.matmul(fw.xp.matrix_transpose(key), value)
         sums = calls.repeat_shared_heads(call, sums)
         out = fw.matmul(query, sums)
     if is_normalized:
         out = out[..., :-1] / divisor_or_infinity(out[..., -1:])
-    return out, sums
+    return out, sums if _checks_sums(call) else None
 
 
 def _are_finite(fw: Framework, sums: Array) -> bool | None:

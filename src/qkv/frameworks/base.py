@@ -197,6 +197,10 @@ class Framework:
         """
         return self.is_traced(x) and not self.needs_equal_spans
 
+    def allows_length_guards(self) -> bool:
+        """Return whether a traced graph may be specialized by a comparison of its lengths."""
+        return True
+
     def is_compiling(self, x: Array) -> bool:
         """Return whether x belongs to a graph that is compiled later, so that no plan may run."""
         return self.is_traced(x)
@@ -303,6 +307,9 @@ class Framework:
     def row_max(self, x: Array) -> Array:
         """Return the maximum of the last axis, (…, 1)."""
         return self.xp.max(x, axis=-1, keepdims=True)
+
+    def cumulative_sum(self, x: Array, axis: int) -> Array:
+        return self.xp.cumulative_sum(x, axis=axis)
 
     def row_sum(self, x: Array) -> Array:
         return self.xp.sum(x, axis=-1, keepdims=True)

@@ -426,6 +426,10 @@ class Torch(Framework):
         # A graph cannot branch on a size that depends on data, such as that of nonzero.
         return _is_surely_true(condition) if _is_tracing() else bool(condition)
 
+    def allows_length_guards(self) -> bool:
+        # torch.export would reject such a guard, and torch.jit.trace would lose it.
+        return _is_dynamo_compiling() and not torch.compiler.is_exporting()
+
     def has_empty_axis(self, sizes: Iterable[Any]) -> bool:
         sizes = tuple(sizes)
         if not _is_tracing():
@@ -621,6 +625,9 @@ class Torch(Framework):
 
     def row_max(self, x: Array) -> Array:
         return torch.amax(x, -1, keepdim=True)
+
+    def cumulative_sum(self, x: Array, axis: int) -> Array:
+        return torch.cumsum(x, axis)  # torch.compile warns about the cached lookup of the standard
 
     def row_sum(self, x: Array) -> Array:
         return torch.sum(x, -1, keepdim=True)
