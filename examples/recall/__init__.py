@@ -1,0 +1,1 @@
+"""A study: attention as associative recall. See README.md."""

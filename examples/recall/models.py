@@ -1,0 +1,231 @@
+"""Causal transformers whose attention is one call of `qkv.attend`, many of them in one stack.
+
+A `Stack` trains independent models of one kind of attention together: parameters have a first axis
+of runs (one for each task and seed), so a step takes few large kernels where separate models would
+take many small ones. Runs share nothing: each has its own parameters, data and gradient norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qkv
+from examples.recall.tasks import VOCABULARY
+from qkv import masks, scores, weightings
+from qkv.nn import Rotary
+
+WIDTH, HEADS, HIDDEN = 64, 4, 256
+SLOPES = {
+    "mixed": (0.0, 0.0, 0.5, 1.0),
+    "alibi": (2.0**-8, 2.0**-4, 0.25, 1.0),
+    "rotary": (0.0,) * 4,
+    "none": (0.0,) * 4,
+}
+"""The slopes of ALiBi for each head. In "mixed" half of the heads have no position."""
+TEMPERATURE = 0.1
+"""The first temperature of the cosine score, which is learned."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A kind of attention: the arguments of `qkv.attend`, with what each head learns besides."""
+
+    score: str = "scaled_dot"
+    weighting: str = "softmax"
+    position: str = "mixed"
+    learns: str | None = None
+    """What a head learns: "scale" (of scores by log n), "sink", "alpha", "temperature"."""
+
+
+ATTENTIONS = {
+    "softmax": Attention(),
+    "entmax15": Attention(weighting="entmax15"),
+    "sparsemax": Attention(weighting="sparsemax"),
+    "softmax-logn": Attention(learns="scale"),
+    "entmax15-logn": Attention(weighting="entmax15", learns="scale"),
+    "softmax-sink": Attention(learns="sink"),
+    "top8": Attention(weighting="top8"),
+    "hard": Attention(weighting="hard"),
+    "sigmoid": Attention(weighting="sigmoid"),
+    "linear": Attention("elu", "normalized"),
+    "alpha": Attention(weighting="entmax", learns="alpha"),
+    "cosine": Attention("cosine", learns="temperature"),
+    "gaussian": Attention("gaussian"),
+    "additive": Attention("additive"),
+    "softmax/rotary": Attention(position="rotary"),
+    "softmax/alibi": Attention(position="alibi"),
+    "softmax/none": Attention(position="none"),
+    "entmax15/rotary": Attention(weighting="entmax15", position="rotary"),
+    "entmax15/alibi": Attention(weighting="entmax15", position="alibi"),
+    "entmax15/none": Attention(weighting="entmax15", position="none"),
+}
+FIRST_NUMBER = {"scale": 0.3, "sink": 0.0, "alpha": 1.5, "temperature": TEMPERATURE}
+
+
+def attend_heads(
+    kind: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    learned: Tensor | None,
+    slopes: Tensor,
+    engine: Any = None,
+) -> Tensor:
+    """Return the attention of the last queries (…, h, n, d) over keys (…, h, m, d).
+
+    `learned` is one number for each head, (…, h, 1, 1). Without values, return the weights.
+    """
+    count = key.shape[-2]
+    before = count - query.shape[-2]
+    if kind.position == "rotary":
+        rotary = Rotary(query.shape[-1])
+        query, key = rotary(query, before), rotary(key)
+    if kind.learns == "scale":
+        query = query * (learned * log_lengths(before, count, query)[:, None])
+    score = build_score(kind, slopes, before, query, learned)
+    options: dict[str, Any] = {
+        "score": score,
+        "weighting": build_weighting(kind, learned),
+        "mask": masks.causal(align="bottom_right") if before else masks.causal,
+    }
+    if value is None:
+        return qkv.weights(query, key, **options)
+    return qkv.attend(query, key, value, **options, engine=engine)
+
+
+def log_lengths(start: int, stop: int, like: Tensor) -> Tensor:
+    """Return log(1 + keys) for queries from start to stop: each sees itself and all before it."""
+    return torch.arange(start + 1, stop + 1, device=like.device, dtype=like.dtype).log1p()
+
+
+def build_score(
+    kind: Attention, slopes: Tensor, before: int, query: Tensor, learned: Tensor | None
+) -> Any:
+    """Return the score with its positions; `before` keys precede the first query."""
+    align = "bottom_right" if before else "top_left"
+    if kind.score == "elu":
+        return scores.Decay(slopes, scores.FeatureMap("elu"), align=align)
+    score: Any = kind.score
+    if score == "additive":
+        width = query.shape[-1]
+        one = torch.ones(width, device=query.device, dtype=query.dtype)
+        score = scores.Additive(one.diag(), None, one)
+    elif score == "cosine":
+        score = scores.Cosine(learned)
+    if kind.position in ("mixed", "alibi"):
+        score = scores.Relative(scores.Alibi(slopes), score, align=align)
+    if kind.weighting == "sigmoid":  # the sum of n weights starts near 1, whatever n is
+        logs = log_lengths(before, before + query.shape[-2], query)
+        score = scores.Modified(score, lambda s, batch, head, i, j: s - logs[i])
+    return score
+
+
+def build_weighting(kind: Attention, learned: Tensor | None) -> Any:
+    if kind.learns == "sink":
+        return weightings.Softmax(sink=learned)
+    if kind.learns == "alpha":
+        return weightings.Entmax(learned)
+    named = {"top8": weightings.TopK(8), "hard": weightings.Hard(straight_through=True)}
+    return named.get(kind.weighting, kind.weighting)
+
+
+class Stack(nn.Module):
+    """Independent causal transformers of one kind of attention: one for each seed in `seeds`."""
+
+    def __init__(self, kind: Attention, seeds: list[int], layers: int = 2) -> None:
+        super().__init__()
+        self.kind, self.runs, self.layers = kind, len(seeds), layers
+        self.shapes = list_shapes(kind, layers)
+        numbers = [draw_parameters(self.shapes, kind, seed) for seed in seeds]
+        # One tensor: the optimizer and the gradient's norm need one kernel each.
+        self.numbers = nn.Parameter(torch.stack(numbers))
+        self.register_buffer("slopes", torch.tensor(SLOPES[kind.position]), persistent=False)
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameters of one model."""
+        return self.numbers.shape[1]
+
+    def forward(
+        self, tokens: Tensor, probed: int = 0, engine: Any = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return logits (runs, batch, n / 2, vocabulary) for the second half of the tokens.
+
+        The second result has the weights of each layer for the last `probed` queries, (runs, batch,
+        heads, probed, n).
+        """
+        runs, batch, length = tokens.shape
+        parts = self.numbers.split([math.prod(shape) for shape in self.shapes.values()], 1)
+        own = {
+            name: part.unflatten(1, shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+        first = torch.arange(runs, device=tokens.device)[:, None, None] * VOCABULARY
+        table = own["embedding"].reshape(-1, WIDTH)
+        x = nn.functional.embedding(tokens + first, table).flatten(1, 2)
+        probes = []
+        for layer in range(self.layers):
+            mine = {name.partition(".")[2]: p for name, p in own.items() if name[0] == str(layer)}
+            qkv_rows = normalize_rows(x) * mine["norm_1"] @ mine["projection"]
+            heads = qkv_rows.view(runs * batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            query, key, value = heads.unbind()
+            learned = mine.get("learned")
+            if learned is not None:
+                learned = learned.view(runs, 1, HEADS, 1, 1).expand(-1, batch, -1, -1, -1)
+                learned = learned.flatten(0, 1)
+                if self.kind.learns in ("alpha", "temperature"):
+                    learned = learned.clamp_min(0.02)
+            if probed:
+                last = query[..., -probed:, :]
+                weights = attend_heads(self.kind, last, key, None, learned, self.slopes)
+                probes.append(weights.unflatten(0, (runs, batch)))
+            out = attend_heads(self.kind, query, key, value, learned, self.slopes, engine)
+            x = x + out.transpose(1, 2).reshape(runs, batch * length, WIDTH) @ mine["output"]
+            hidden = nn.functional.gelu(normalize_rows(x) * mine["norm_2"] @ mine["up"])
+            x = x + hidden @ mine["down"]
+        x = x.view(runs, batch, length, WIDTH)[:, :, length // 2 :].flatten(1, 2)
+        logits = normalize_rows(x) * own["norm"] @ own["head"]
+        return logits.view(runs, batch, -1, VOCABULARY), probes
+
+
+def normalize_rows(x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, x.shape[-1:])
+
+
+def list_shapes(kind: Attention, layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of one model."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, WIDTH)}
+    for layer in range(layers):
+        block = {
+            "norm_1": (1, WIDTH),
+            "projection": (WIDTH, 3 * WIDTH),
+            "output": (WIDTH, WIDTH),
+            "norm_2": (1, WIDTH),
+            "up": (WIDTH, HIDDEN),
+            "down": (HIDDEN, WIDTH),
+        }
+        if kind.learns:
+            block["learned"] = (HEADS,)
+        shapes |= {f"{layer}.{name}": shape for name, shape in block.items()}
+    return shapes | {"norm": (1, WIDTH), "head": (WIDTH, VOCABULARY)}
+
+
+def draw_parameters(shapes: dict[str, tuple[int, ...]], kind: Attention, seed: int) -> Tensor:
+    """Return the first parameters of one model, the same for each attention."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for name, shape in shapes.items():
+        if "norm" in name:
+            part = torch.ones(shape)
+        elif name.endswith("learned"):
+            part = torch.full(shape, FIRST_NUMBER[kind.learns or ""])
+        else:
+            spread = 1.0 if name == "embedding" else shape[0] ** -0.5
+            part = torch.randn(shape, generator=generator) * spread
+        parts.append(part.flatten())
+    return torch.cat(parts)

@@ -1,0 +1,171 @@
+"""The tasks ask for what is in their tables, runs of a stack are independent, and a cell trains."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from examples.recall import models, tasks, train  # noqa: E402
+from examples.recall.models import ATTENTIONS, Stack  # noqa: E402
+
+pytestmark = pytest.mark.sample_of_module(5)
+
+RECALLS = [name for name in tasks.TASKS if name != "sort"]
+
+
+def draw_batch(task: str, length: int = 64, count: int = 4) -> tasks.Batch:
+    return tasks.TASKS[task](count, length, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("length", [16, 64, 256])
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_shapes(task: str, length: int) -> None:
+    batch = draw_batch(task, length)
+    assert batch.tokens.shape == (4, length)
+    assert all(x.shape == (4, length // 2) for x in batch[1:])
+    assert int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < tasks.VOCABULARY
+    assert int(batch.targets.max()) < tasks.SEPARATOR
+    assert bool((batch.targets[batch.is_scored] >= 0).all())
+    assert bool(batch.is_scored.any(1).all())
+
+
+@pytest.mark.parametrize("task", RECALLS)
+def test_the_answer_is_in_its_row(task: str) -> None:
+    batch = draw_batch(task)
+    rows = batch.answer_rows
+    asked = rows != tasks.NO_TARGET
+    assert torch.equal(asked, batch.targets != tasks.NO_TARGET)
+    # In reverse order, the row of a symbol knows the symbol before it.
+    at = rows.clamp_min(0) - int(task == "reverse")
+    answer = batch.tokens.gather(1, at)
+    assert torch.equal(answer[asked], batch.targets[asked])
+    position = torch.arange(32, 64).expand_as(rows)
+    assert bool((rows[asked] <= position[asked]).all())
+
+
+def test_recall_answers_its_key() -> None:
+    tokens, targets, _, rows = draw_batch("mqar")
+    key = tokens.gather(1, rows - 1)
+    assert torch.equal(key, tokens[:, 32:])
+    assert all(len(set(row[:32:2].tolist())) == 16 for row in tokens)
+    assert bool((targets >= tasks.SYMBOLS).all())
+
+
+def test_two_hops_are_two_look_ups() -> None:
+    tokens, targets, _, _ = draw_batch("hops")
+    half = tasks.SYMBOLS // 2
+    for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
+        table = dict(zip(row[:32:2], row[1:32:2], strict=True))
+        assert [table[table[key] - half] for key in row[32:]] == wanted
+
+
+def test_noisy_and_similar_keys() -> None:
+    for task, equal in (("noisy", 2), ("similar", 3)):
+        tokens, targets, _, rows = draw_batch(task)
+        for row, wanted, at in zip(tokens, targets, rows, strict=True):
+            for place in (wanted >= 0).nonzero()[:, 0].tolist():
+                end = int(at[place])
+                key, query = row[end - 3 : end], row[32 + place - 2 : 32 + place + 1]
+                assert int((key == query).sum()) == equal
+    keys = draw_batch("similar").tokens[:, :32].view(4, 8, 4)[..., :3]
+    nearest = (keys[:, :, None] == keys[:, None]).sum(-1) - 3 * torch.eye(8, dtype=torch.int64)
+    assert bool((nearest.max(-1).values >= 2).all())
+
+
+def test_sorting_counts_ends_of_runs() -> None:
+    tokens, targets, is_scored, _ = draw_batch("sort")
+    assert torch.equal(targets, tokens[:, :32].sort(-1).values)
+    repeated = torch.cat([tokens[:, 32:33], targets[:, :-1]], 1)
+    starts = (targets != repeated) & is_scored
+    repeats = (targets == repeated) & is_scored
+    assert torch.equal(starts, targets != repeated)
+    assert int(repeats.sum()) <= int(starts.sum())
+
+
+def test_batches_repeat_and_runs_differ() -> None:
+    job = train.Job("softmax", 2, (("mqar", 0), ("mqar", 1), ("copy", 0)))
+    one, two = (train.BatchSource(job, "cpu").draw(2, 32).tokens for _ in range(2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one[0], one[1])
+    alone = train.Job("softmax", 2, (("mqar", 1),))
+    assert torch.equal(train.BatchSource(alone, "cpu").draw(2, 32).tokens[0], one[1])
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax-sink", "entmax15/rotary"])
+def test_a_run_does_not_depend_on_its_stack(name: str) -> None:
+    tokens = torch.stack([draw_batch(task, 16, 2).tokens for task in ("mqar", "copy")])
+    together, alone = Stack(ATTENTIONS[name], [3, 4]), Stack(ATTENTIONS[name], [4])
+    logits = together(tokens)[0]
+    torch.testing.assert_close(logits[1:], alone(tokens[1:])[0], atol=1e-5, rtol=1e-4)
+    logits[0].sum().backward()
+    gradient = together.numbers.grad
+    assert gradient is not None
+    assert not gradient[1].any() and gradient[0].any()
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions_are_causal_and_learn(name: str) -> None:
+    stack = Stack(ATTENTIONS[name], [0], 1)
+    batch = draw_batch("mqar", 16, 2)
+    tokens = batch.tokens[None]
+    logits, (weights,) = stack(tokens, probed=4)
+    assert logits.shape == (1, 2, 8, tasks.VOCABULARY)
+    assert weights.shape == (1, 2, models.HEADS, 4, 16)
+    assert not weights.triu(13).any()
+    changed = tokens.clone()
+    changed[..., -1] = (changed[..., -1] + 1) % tasks.SYMBOLS
+    torch.testing.assert_close(stack(changed)[0][:, :, :-1], logits[:, :, :-1])
+    train.compute_losses(stack, tasks.Batch(*(x[None] for x in batch))).sum().backward()
+    gradient = stack.numbers.grad
+    assert gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.any())
+
+
+def test_kinds_are_of_one_size() -> None:
+    sizes = {Stack(kind, [0]).parameter_count for kind in ATTENTIONS.values()}
+    assert max(sizes) - min(sizes) == 2 * models.HEADS
+
+
+def test_jobs_leave_out_finished_cells() -> None:
+    jobs = train.list_jobs(["mqar", "hops"], ["softmax", "hard"], [0, 1], {("mqar", "hard", 0)})
+    assert jobs == [
+        train.Job("softmax", 2, (("mqar", 0), ("mqar", 1))),
+        train.Job("hard", 2, (("mqar", 1),)),  # models of three layers come later
+        train.Job("softmax", 3, (("hops", 0), ("hops", 1))),
+        train.Job("hard", 3, (("hops", 0), ("hops", 1))),
+    ]
+
+
+def test_a_cell_is_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "train --tasks mqar --attentions softmax --seeds 0 --steps 24 --batch 4 --length 16"
+    command += f" --factors 1 2 --test-tokens 64 --engine fastest --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    train.main()
+    train.main()
+    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
+    cell = json.loads(line)
+    assert (cell["task"], cell["attention"], cell["seed"]) == ("mqar", "softmax", 0)
+    assert set(cell["accuracy"]) == set(cell["answer_weight"]) == {"16", "32"}
+    assert cell["curve"][-1] < cell["curve"][0]
+    assert capsys.readouterr().out.count("trained in") == 1
+
+
+def test_a_training_that_is_too_long_leaves_no_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    settings = train.Settings(steps=40, batch=2, length=16)
+    train.run_jobs([train.Job("softmax", 2, (("mqar", 0),))], settings, path, 1, -1.0)
+    assert not path.exists()
+    assert "deadline" in capsys.readouterr().err
+
+
+def test_an_incomplete_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"task": "mqar"}\n{"task": "co')
+    assert train.read_results(path) == [{"task": "mqar"}]
+    assert "incomplete" in capsys.readouterr().err
