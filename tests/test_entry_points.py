@@ -22,6 +22,7 @@ from qkv.database.errors import NoRowsMatchWarning
 from qkv.engines import streaming
 from qkv.errors import CombinationError, QkvError
 from qkv.frameworks import get_framework
+from qkv.scores.feature_map import draw_directions
 from qkv.weightings.base import live_row_max, pool_by_weights
 from tests import formulas
 from tests.sampling import FULL
@@ -183,6 +184,16 @@ def _gated(q, k, w_query, w_key):
     return formulas.SCORES["Gated"](q, k, w_query, w_key, 0.0)
 
 
+def _performer(q, k):
+    """φ(q)·φ(k) for the default features, with φ(x) = exp(ωᵀx − ‖x‖²/2) of x / d^¼."""
+    rows = draw_directions(D, 256, 0).T
+    x, y = ([a / D**0.25 for a in row] for row in (q, k))
+    half = (formulas.dot(x, x) + formulas.dot(y, y)) / 2
+    return sum(
+        math.exp(formulas.dot(w, x) + formulas.dot(w, y) - half) for w in rows.tolist()
+    ) / len(rows)
+
+
 SCORES: dict[str, Kind] = {
     "dot": Kind(lambda: "dot", formulas.dot),
     "scaled_dot": Kind(lambda: "scaled_dot", lambda q, k: formulas.dot(q, k) / math.sqrt(D)),
@@ -216,6 +227,7 @@ SCORES: dict[str, Kind] = {
         lambda: "feature_map",
         lambda q, k: formulas.dot(*([x + 1 if x > 0 else math.exp(x) for x in y] for y in (q, k))),
     ),
+    "performer": Kind(lambda: "performer", _performer),
     # Of every distance the same, because a formula here sees a pair and not its positions.
     "relative": Kind(
         scores.Relative,
@@ -239,7 +251,7 @@ SCORES: dict[str, Kind] = {
     ),
 }  # fmt: skip
 WINDOWS = ("boxcar", "triangular", "epanechnikov")
-NONNEGATIVE = (*WINDOWS, "constant", "exact", "feature_map", "own_score")
+NONNEGATIVE = (*WINDOWS, "constant", "exact", "feature_map", "performer", "own_score")
 
 
 def on_empty(name: str, other: Callable[..., Any]) -> Kind:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from qkv.scores.additive import Additive
 from qkv.scores.base import Score
 from qkv.scores.distance import Gaussian, Laplace
-from qkv.scores.feature_map import FeatureMap
+from qkv.scores.feature_map import FeatureMap, Performer
 from qkv.scores.functions import (
     Modified,
     evaluate_block,
@@ -51,6 +51,7 @@ NAMES.update(
     relative=Relative,
     decay=Decay,
     feature_map=FeatureMap,
+    performer=Performer,
 )
 
 Name = Literal[
@@ -65,6 +66,7 @@ Name = Literal[
     "constant",
     "exact",
     "feature_map",
+    "performer",
 ]
 """Names of scores without required fields, for type checkers. `resolve` also accepts aliases."""
 LearnedName = Literal["multiplicative", "additive", "gated"]
@@ -73,6 +75,7 @@ ScoreLike = Name | Score | Callable[[Any, Any], Any]
 
 __all__ = [
     "NAMES",
+    "Performer",
     "Alibi",
     "Additive",
     "Boxcar",
