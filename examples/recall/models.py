@@ -53,10 +53,10 @@ ATTENTIONS = {
     "hard": Attention(weighting="hard"),
     "sigmoid": Attention(weighting="sigmoid"),
     "linear": Attention("elu", "normalized"),
-    "alpha": Attention(weighting="entmax", learns="alpha"),
     "cosine": Attention("cosine", learns="temperature"),
     "gaussian": Attention("gaussian"),
     "additive": Attention("additive"),
+    "alpha": Attention(weighting="entmax", learns="alpha"),
     "softmax/rotary": Attention(position="rotary"),
     "softmax/alibi": Attention(position="alibi"),
     "softmax/none": Attention(position="none"),
@@ -189,7 +189,8 @@ class Stack(nn.Module):
             hidden = nn.functional.gelu(normalize_rows(x) * mine["norm_2"] @ mine["up"])
             x = x + hidden @ mine["down"]
         x = x.view(runs, batch, length, WIDTH)[:, :, length // 2 :].flatten(1, 2)
-        logits = normalize_rows(x) * own["norm"] @ own["head"]
+        # The embedding is also the head: what a head copies is a symbol at once.
+        logits = normalize_rows(x) * own["norm"] @ own["embedding"].mT
         return logits.view(runs, batch, -1, VOCABULARY), probes
 
 
@@ -212,7 +213,7 @@ def list_shapes(kind: Attention, layers: int) -> dict[str, tuple[int, ...]]:
         if kind.learns:
             block["learned"] = (HEADS,)
         shapes |= {f"{layer}.{name}": shape for name, shape in block.items()}
-    return shapes | {"norm": (1, WIDTH), "head": (WIDTH, VOCABULARY)}
+    return shapes | {"norm": (1, WIDTH)}
 
 
 def draw_parameters(shapes: dict[str, tuple[int, ...]], kind: Attention, seed: int) -> Tensor:
@@ -221,7 +222,7 @@ def draw_parameters(shapes: dict[str, tuple[int, ...]], kind: Attention, seed: i
     parts = []
     for name, shape in shapes.items():
         if "norm" in name:
-            part = torch.ones(shape)
+            part = torch.full(shape, WIDTH**-0.5 if name == "norm" else 1.0)
         elif name.endswith("learned"):
             part = torch.full(shape, FIRST_NUMBER[kind.learns or ""])
         else:

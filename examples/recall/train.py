@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 import traceback
@@ -261,6 +260,9 @@ def run_job(job: Job, settings: Settings, deadline: float) -> list[dict[str, Any
     tests: dict[str, dict[str, list[Any]]] = {}
     failures = []
     for factor in settings.factors:
+        if time.time() > deadline:
+            failures.append(f"{factor} L: no time left")
+            continue
         try:
             measured = test_stack(stack, job, settings, factor)
         except (RuntimeError, NotImplementedError) as error:
@@ -341,7 +343,6 @@ def run_jobs(jobs: list[Job], settings: Settings, path: Path, workers: int, seco
         for task in tasks:
             write_results(path, *run_job_in_process(task))
         return
-    os.environ.setdefault("TRITON_CACHE_DIR", str(path.parent.absolute() / "triton"))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         results = pool.imap_unordered(run_job_in_process, tasks)
         for _ in tasks:

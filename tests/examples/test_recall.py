@@ -144,6 +144,7 @@ def test_a_cell_is_trained_once(
     command = "train --tasks mqar --attentions softmax --seeds 0 --steps 24 --batch 4 --length 16"
     command += f" --factors 1 2 --test-tokens 64 --engine fastest --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(train, "TIMED_STEPS", 1)
     train.main()
     train.main()
     (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
