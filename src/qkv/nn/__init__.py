@@ -22,6 +22,7 @@ from qkv.nn.description import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.memory import Memory
+from qkv.nn.mixed_heads import DifferentialAttention, TalkingHeadsAttention
 from qkv.nn.models import BahdanauDecoder, KernelRegression, SqueezeExcitation
 from qkv.nn.rotary import Rotary
 from qkv.nn.scores import (
@@ -38,6 +39,7 @@ __all__ = [
     "BahdanauDecoder",
     "Cache",
     "Description",
+    "DifferentialAttention",
     "FeedForward",
     "GatedScore",
     "GaussianScore",
@@ -50,6 +52,7 @@ __all__ = [
     "CapturedAttention",
     "SelfAttention",
     "SqueezeExcitation",
+    "TalkingHeadsAttention",
     "Transformer",
     "TransformerBlock",
     "TransformerDecoder",
