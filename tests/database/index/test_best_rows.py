@@ -162,3 +162,12 @@ def test_batches(database):
     for i in (0, 9, 255, 256, 299):
         single = D.ask(queries[i], **options)
         assert [x.index for x in answers[i].rows] == [x.index for x in single.rows]
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_single_query_must_be_finite(database, number):
+    D, score = database
+    query = np.float32(KEYS[3])
+    query[2] = number
+    with pytest.raises(qkv.errors.ArgumentError, match="query 0 contains"):
+        D.ask(query, score=score, weighting=TopK(10), approximate=True)

@@ -5,6 +5,7 @@ An answer holds the cells of its rows. It makes its `rows` of them when they are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ MAX_BEST_ROWS = 256
 
 MAX_GATHERED_FLOATS = 2**18
 """The number of key elements that are gathered and scored at a time, so that they stay cached."""
+
+MAX_ROWS_PER_LOOP = 128
+"""More scores of a query are ranked by NumPy."""
 
 QUERIES_PER_BATCH = 256
 """The answers of a batch share the memory of their rows, so a batch is small."""
@@ -82,6 +86,36 @@ def score_rows(
     return scores, stored if step >= len(query) else None
 
 
+def rank_rows_of_one_query(
+    view: TableView, metric: IndexMetric, query: np.ndarray, positions: np.ndarray, k: int
+) -> BestRowsOfOneQuery | None:
+    """Return the k best of the rows at ascending positions (c,) for a query vector (d,).
+
+    Return None if the length of a vector may overflow or underflow. For so few numbers, a call of
+    NumPy takes longer than a loop.
+    """
+    square = float(query.dot(query))
+    if not MIN_SQUARE < square < MAX_SQUARE:
+        return None
+    stored = view.read_key_vectors_at(positions)
+    key, slope = stored.astype(query.dtype, copy=False), metric.slope
+    if metric.is_distance:
+        offset = key - query
+        scores = [-0.5 * slope * x for x in np.vecdot(offset, offset).tolist()]
+    elif metric.name == "cosine":
+        squares = np.vecdot(key, key).tolist()
+        if not (min(squares) > MIN_SQUARE and max(squares) < MAX_SQUARE):
+            return None
+        slope /= math.sqrt(square)
+        products = key.dot(query).tolist()
+        scores = [slope * x / math.sqrt(y) for x, y in zip(products, squares, strict=True)]
+    else:
+        scores = [slope * x for x in key.dot(query).tolist()]
+    if not math.isfinite(sum(scores)):
+        return None
+    return BestRowsOfOneQuery(positions, scores, stored, k)
+
+
 class BestRows:
     """The k best rows for each of n queries.
 
@@ -112,6 +146,50 @@ class BestRows:
             return view.read_rows_at(shown)
         at = np.arange(len(self.key))[:, None]
         return view.read_rows_at(shown, self.key[at, self.order[:, :count]].reshape(len(shown), -1))
+
+
+class BestRowsOfOneQuery(BestRows):
+    """The k best rows for a single query, from the `scores` of its candidates.
+
+    Most arrays are made when they are first read.
+    """
+
+    def __init__(
+        self, candidates: np.ndarray, scores: list[float], key: np.ndarray, k: int
+    ) -> None:
+        self._positions_found, self._key = candidates, key
+        # The order is stable: of equal scores, the row at the lowest position is the best.
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[:k]
+        best = scores[order[0]]
+        weights = [math.exp(scores[i] - best) for i in order]
+        self._columns, self._total = np.array(order), sum(weights)
+        self._weights, self._best_score = weights, best
+        self.positions = candidates.take(self._columns)[None]
+        self.lse = np.array([best + math.log(self._total)], key.dtype)
+
+    @lazy_property
+    def candidates(self) -> np.ndarray:
+        return self._positions_found[None]
+
+    @lazy_property
+    def key(self) -> np.ndarray:
+        return self._key[None]
+
+    @lazy_property
+    def order(self) -> np.ndarray:
+        return self._columns[None]
+
+    @lazy_property
+    def weights(self) -> np.ndarray:
+        return np.array([[x / self._total for x in self._weights]], self._key.dtype)
+
+    @lazy_property
+    def best_score(self) -> np.ndarray:
+        return np.array([self._best_score], self._key.dtype)
+
+    def read_records(self, view: TableView, count: int) -> list[dict[str, Any]]:
+        vectors = self._key.take(self._columns[:count], 0)
+        return view.read_rows_at(self.positions[0, :count], vectors)
 
 
 class BestRowsBackend(LocalBackend):

@@ -95,6 +95,7 @@ class _IndexedGroup:
         starts = np.array([0 if part is None else part.start - part.begin for part in parts])
         self._offsets = starts - lists.first_numbers
         self._is_shifted = bool((self._offsets != self._offsets[0]).any())
+        self._is_in_place = not self._offsets.any()
 
     @cached_property
     def _position_of_row(self) -> np.ndarray | None:
@@ -112,12 +113,14 @@ class _IndexedGroup:
 
     def to_positions(self, numbers: np.ndarray) -> np.ndarray:
         """Return the positions among all rows for the numbers of rows; −1 stays −1."""
-        is_none, table = numbers < 0, self._position_of_row
+        table = self._position_of_row
+        if table is None and self._is_in_place:
+            return numbers
+        is_none = numbers < 0
         if table is not None:
             return np.asarray(np.where(is_none, -1, table[np.maximum(numbers, 0)]))
         if not self._is_shifted:
-            offset = int(self._offsets[0])
-            return np.asarray(numbers if not offset else np.where(is_none, -1, numbers + offset))
+            return np.asarray(np.where(is_none, -1, numbers + self._offsets[0]))
         part = self.lists.first_numbers.searchsorted(numbers, side="right") - 1
         return np.asarray(np.where(is_none, -1, numbers + self._offsets[np.maximum(part, 0)]))
 
@@ -233,7 +236,7 @@ class RowIndex:
         Without `estimates_rest`, `log_rest` is NaN.
         """
         if not estimates_rest and len(queries) <= MAX_QUERIES_PER_CALL:
-            positions = self._search_one_group(queries, lists, count, metric, selection)
+            positions = self.find_nearest(queries, lists, count, metric, selection)
             if positions is not None:
                 return FoundRows(positions, np.array([np.nan] * len(queries)))
         step = max(MAX_SCORES_PER_SEARCH // max(self.list_count, 1), 1)
@@ -290,7 +293,7 @@ class RowIndex:
             )
         return FoundRows(positions, log_rest)
 
-    def _search_one_group(
+    def find_nearest(
         self,
         queries: np.ndarray,
         lists: int,
@@ -298,7 +301,7 @@ class RowIndex:
         metric: IndexMetric,
         selection: RowSelection | None,
     ) -> np.ndarray | None:
-        """Return the positions of near rows, as `search` does, or None if it must find the lists.
+        """Return the positions (n, c) of near rows, as `search` does, or None if only it can.
 
         FAISS finds the lists of few queries faster, but far from the origin less precisely.
         """

@@ -539,9 +539,10 @@ def _is_possible_version(line: Sequence[Any]) -> bool:
 
 def row_crc(row: int, digest: bytes, record: str) -> int:
     """Return the checksum of a row's id, digest and record; −1 if they have wrong types."""
-    if not isinstance(digest, bytes) or not isinstance(record, str):
+    try:
+        return crc32(digest + record.encode(), row & 0xFFFFFFFF)
+    except (TypeError, AttributeError):
         return -1
-    return crc32(record.encode(), crc32(digest, row & 0xFFFFFFFF))
 
 
 def is_buffered_row_intact(row: Any, packed: Any, crc: Any) -> bool:

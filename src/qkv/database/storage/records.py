@@ -6,6 +6,7 @@ of the catalog until they are deleted. If both have a row, the entry in the cata
 
 from __future__ import annotations
 
+import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,12 @@ each of these digests.
 MAX_DIGEST_BYTES = 255
 """The length of the longest digest that a bundle can store."""
 
+ROWS_PER_BLOCK = 2**16
+"""The number of rows whose lines are in memory twice while a bundle is built."""
+
+MAX_IDS_PER_LOOP = 256
+"""More rows of a bundle are found by one call of NumPy."""
+
 FULL_DIGEST_BYTES = 16
 """The length of a key's complete digest.
 
@@ -57,7 +64,7 @@ class Bundle:
     """Finds the rows of a bundle file by id or by digest.
 
     >>> bundle = Bundle(build_bundle(np.array([4, 7]), [b"Li", b"Hu"], ["Li, Mu", "Hu, Rachel"]))
-    >>> bundle.find_ids(b"Hu"), list(bundle.read_rows(np.array([4])))[0][:3]
+    >>> bundle.find_ids(b"Hu"), list(bundle.read_rows([4]))[0][:3]
     ([7], (4, b'Li', 'Li, Mu'))
     """
 
@@ -113,11 +120,34 @@ class Bundle:
         begin = self._line_bytes[start : start + (size if size < 8 else 8)]
         return int.from_bytes(begin, "little") == self._digest_prefixes[entry]
 
-    def read_rows(self, ids: np.ndarray) -> Iterator[RowRecord]:
+    def read_rows(self, ids: Sequence[int]) -> Iterator[RowRecord]:
         """Yield the rows with these ids that the bundle has."""
         self._segment.check_not_truncated()
-        positions = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        return map(self._read_row, positions[self.ids[positions] == ids].tolist())
+        row_ids, last = self._row_ids, len(self._row_ids) - 1
+        if len(ids) <= MAX_IDS_PER_LOOP and row_ids[last] - row_ids[0] == last:
+            # There are no gaps: no search is needed.
+            near = [(id_, id_ - row_ids[0]) for id_ in ids]
+            positions = [at for id_, at in near if 0 <= at <= last and row_ids[at] == id_]
+        else:
+            array = np.asarray(ids, np.int64)
+            places = np.minimum(np.searchsorted(self.ids, array), last)
+            positions = places[self.ids[places] == array].tolist()
+        return map(self._read_row, positions)
+
+    def read_all_records(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the checked records of these rows, or None if `read_rows` must find them."""
+        self._segment.check_not_truncated()
+        row_ids, starts, sizes = self._row_ids, self._starts, self._digest_sizes
+        first, count, records = row_ids[0], len(row_ids), list[str]()
+        for row in ids:
+            at = row - first
+            if not 0 <= at < count or row_ids[at] != row:
+                return None
+            line = bytes(self._line_bytes[starts[at] : starts[at + 1]])
+            if crc32(line, row & 0xFFFFFFFF) != self._checksums[at]:
+                return None
+            records.append(str(line[sizes[at] :], "utf-8"))
+        return records
 
     def _read_row(self, position: int) -> RowRecord:
         """Return the row at a position.
@@ -137,13 +167,21 @@ class Bundle:
 
 def build_bundle(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[str]) -> Segment:
     """Return these rows as a bundle segment."""
-    lines = [digest + record.encode() for digest, record in zip(digests, records, strict=True)]
-    begin = (ids & 0xFFFFFFFF).tolist()
-    crc = np.fromiter(map(crc32, lines, begin), np.uint32, len(lines))
-    size = np.fromiter(map(len, digests), np.uint8, len(lines))
-    starts = np.zeros(len(lines) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)), out=starts[1:])
-    line = Ragged(np.frombuffer(b"".join(lines), np.uint8), starts)
+    crc, size = np.empty(len(ids), np.uint32), np.empty(len(ids), np.uint8)
+    starts, text = np.zeros(len(ids) + 1, np.int64), bytearray()
+    pairs = zip(digests, records, strict=True)
+    for start in range(0, len(ids), ROWS_PER_BLOCK):
+        page = list(itertools.islice(pairs, ROWS_PER_BLOCK))
+        lines = [digest + record.encode() for digest, record in page]
+        at = slice(start, start + len(lines))
+        crc[at] = np.fromiter(map(crc32, lines, (ids[at] & 0xFFFFFFFF).tolist()), np.uint32)
+        # `fromiter` raises for a digest that is too long.
+        size[at] = np.fromiter((len(digest) for digest, _ in page), np.uint8, len(page))
+        starts[start + 1 : start + 1 + len(lines)] = np.fromiter(map(len, lines), np.int64)
+        text += b"".join(lines)
+    next(pairs, None)  # this raises if there are more digests or records than ids
+    np.cumsum(starts, out=starts)
+    line = Ragged(np.frombuffer(text, np.uint8), starts)
     return _build_digest_segment(ids, {"line": line, "crc": crc, "size": size})
 
 
@@ -161,10 +199,13 @@ def merge_bundles(parts: Sequence[Segment]) -> Segment:
 def _build_digest_segment(ids: np.ndarray, tensors: dict[str, Any]) -> Segment:
     """Return a bundle segment of these rows, with the index of their digests."""
     line, size, eight = tensors["line"], tensors["size"], np.arange(8)
-    text = np.append(line.flat, np.zeros(8, np.uint8))[line.starts[:-1, None] + eight]
-    if size.min(initial=8) < 8:
-        text[eight >= size[:, None]] = 0
-    prefix = text.reshape(-1).view("<u8")
+    prefix, flat = np.empty(len(size), "<u8"), line.flat if len(line.flat) else np.zeros(1, "u1")
+    for start in range(0, len(size), ROWS_PER_BLOCK):
+        at = slice(start, start + ROWS_PER_BLOCK)
+        # What follows a short digest does not count.
+        text = flat[np.minimum(line.starts[:-1][at, None] + eight, len(flat) - 1)]
+        text[eight >= size[at, None]] = 0
+        prefix[at] = text.reshape(-1).view("<u8")
     order = np.argsort(prefix, kind="stable")  # rows with equal digests stay in order
     return Segment(ids, {**tensors, "prefix": prefix[order], "place": order.astype(np.uint32)})
 
@@ -289,17 +330,34 @@ class RecordStore:
         first, last, version = span
         wanted = [row for row in map(int, ids) if first <= row <= last]
         while True:
-            state, rows = self._current_state(), dict[int, RowRecord]()
-            in_catalog = self._fetch_catalog_rows(wanted) if state.has_catalog_rows else {}
-            for row, (died, line) in in_catalog.items():
-                if died is None or died > version:
-                    rows[row] = line
-            if state.bundles:
-                others = np.array([row for row in wanted if row not in in_catalog], np.int64)
-                for bundle in state.bundles:
-                    rows.update((line[0], line) for line in bundle.read_rows(others))
+            state, rows, others = self._current_state(), dict[int, RowRecord](), wanted
+            if state.has_catalog_rows:
+                in_catalog = self._fetch_catalog_rows(wanted)
+                for row, (died, line) in in_catalog.items():
+                    if died is None or died > version:
+                        rows[row] = line
+                others = [row for row in wanted if row not in in_catalog]
+            for bundle in state.bundles:
+                for line in bundle.read_rows(others):
+                    rows[line[0]] = line
             if self._is_current(state):
                 return rows
+
+    def read_records(self, ids: Sequence[int], span: RowSpan) -> list[str] | None:
+        """Return the checked records of live rows in the order of the ids.
+
+        Return None if not all are in one bundle without gaps, or if one is damaged.
+        """
+        state = self._current_state()
+        if state.has_catalog_rows or len(state.bundles) != 1:
+            return None
+        if not (span[0] <= min(ids, default=0) and max(ids, default=-1) <= span[1]):
+            return None
+        try:
+            records = state.bundles[0].read_all_records(ids)
+        except (UnicodeDecodeError, IndexError):
+            return None
+        return records if self._is_current(state) else None
 
     def live_ids(self, span: RowSpan) -> np.ndarray:
         """Return the ids of the rows that are live in `span`, ascending."""

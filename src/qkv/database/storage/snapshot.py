@@ -14,7 +14,7 @@ from qkv.database.storage import limits
 from qkv.database.storage.blob_storage import SegmentIndexData
 from qkv.database.storage.catalog import Catalog, VersionEntry, is_buffered_row_intact
 from qkv.database.storage.lock import VersionPins
-from qkv.database.storage.records import RecordStore
+from qkv.database.storage.records import MAX_IDS_PER_LOOP, RecordStore
 from qkv.database.storage.segments import (
     RAGGED_DIMS,
     Layout,
@@ -167,6 +167,10 @@ class Snapshot(Closable):
 
     def read_records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """Return the records of live rows in the order of the ids; raise for other ids."""
+        if len(ids) <= MAX_IDS_PER_LOOP and type(ids) is list:
+            records = self._record_store.read_records(ids, self._live_span)
+            if records is not None:
+                return records
         return [record for _, record in self._read_rows(ids)]
 
     def read_digests(self, ids: Sequence[int] | np.ndarray) -> list[bytes]:
@@ -176,11 +180,9 @@ class Snapshot(Closable):
     def _read_rows(self, ids: Sequence[int] | np.ndarray) -> list[tuple[bytes, str]]:
         """Return (digest, record) of live rows in the order of the ids."""
         lines = self._record_store.read_rows(ids, self._live_span)
-        rows = {
-            row: (line[1], self._record_store.check_row(line)[1]) for row, line in lines.items()
-        }
+        check_row = self._record_store.check_row
         try:
-            return [rows[int(row)] for row in ids]
+            return [(line[1], check_row(line)[1]) for line in map(lines.__getitem__, ids)]
         except KeyError as error:
             raise self._unknown_row_error(error.args[0]) from None
 

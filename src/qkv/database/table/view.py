@@ -135,7 +135,7 @@ class TableView:
         single = len(queries) == 1 and type(queries[0]) is str
         if single and (cached := self._query_cache.get(queries[0])) is not None:
             return cached
-        if self._are_encoded_vectors(queries):
+        if self.are_encoded_vectors(queries) and bool(np.isfinite(queries).all()):
             return EncodedQuery(queries)
         try:
             encoded = self.encoder.encode_full_query(queries)
@@ -156,8 +156,8 @@ class TableView:
             self._query_cache[queries[0]] = encoded
         return encoded
 
-    def _are_encoded_vectors(self, queries: Any) -> bool:
-        """Return whether the encoder of vectors would return these queries as they are."""
+    def are_encoded_vectors(self, queries: Any) -> bool:
+        """Return whether the encoder of vectors returns these queries as they are, if finite."""
         return (
             type(queries) is np.ndarray
             and queries.dtype == np.float32
@@ -165,7 +165,6 @@ class TableView:
             and self.encoder.is_identity
             and queries.shape[1] == self._vector_widths[0]
             and queries.flags.c_contiguous
-            and bool(np.isfinite(queries).all())
         )
 
     def resolve_score(self, score: ScoreLike | None) -> Score:
