@@ -21,6 +21,7 @@ from qkv.nn.captured_attention import CapturedAttention, capture
 from qkv.nn.description import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention
+from qkv.nn.latent import LatentAttention
 from qkv.nn.memory import Memory
 from qkv.nn.mixed_heads import DifferentialAttention, TalkingHeadsAttention
 from qkv.nn.models import BahdanauDecoder, KernelRegression, SqueezeExcitation
@@ -44,6 +45,7 @@ __all__ = [
     "GatedScore",
     "GaussianScore",
     "KernelRegression",
+    "LatentAttention",
     "LearnedScore",
     "Memory",
     "MultiHeadAttention",

@@ -97,7 +97,7 @@ class DifferentialAttention(nn.Module):
         """Return the output. With a `cache`, keys and values are appended to it."""
         if wrong:
             reject_call_keywords(self, wrong)
-        _check_input(self.q_proj, x, cache)
+        check_input(self.q_proj, x, cache)
         kv_heads, past = self.num_kv_heads, 0 if cache is None else len(cache)
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -108,7 +108,7 @@ class DifferentialAttention(nn.Module):
         v = torch.cat((v[:, :kv_heads], v[:, kv_heads:]), -1)
         if cache is not None:
             k, v = cache.append(self, k, v)
-        mask = _add_causal(mask, is_causal, past)
+        mask = add_causal(mask, is_causal, past)
         first, second = (
             attend_with_weights(one, two, v, self.score, self.weighting, mask)[0]
             for one, two in zip(q.chunk(2, 1), k.chunk(2, 1), strict=True)
@@ -191,7 +191,7 @@ class TalkingHeadsAttention(nn.Module):
         """Return the output. With a `cache`, keys and values are appended to it."""
         if wrong:
             reject_call_keywords(self, wrong)
-        _check_input(self.q_proj, x, cache)
+        check_input(self.q_proj, x, cache)
         past = 0 if cache is None else len(cache)
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         # Σ_f B_gf q_f·k_f is (B_g1 q₁, B_g2 q₂, …)·(k₁, k₂, …): all heads share one key.
@@ -199,7 +199,7 @@ class TalkingHeadsAttention(nn.Module):
         k, v = self.k_proj(x)[:, None], self.v_proj(x)[:, None]
         if cache is not None:
             k, v = cache.append(self, k, v)
-        score, mask = ScaledDot(self.head_dim**-0.5), _add_causal(mask, is_causal, past)
+        score, mask = ScaledDot(self.head_dim**-0.5), add_causal(mask, is_causal, past)
         out = attend_with_weights(q, k, v, score, self.weighting, mask)[0]
         out = out.unflatten(-1, (self.num_heads, self.head_dim))  # weights of g, values of h
         out = torch.einsum("hg,bgnhd->bnhd", self.mix_weights, out).flatten(-2)
@@ -221,7 +221,8 @@ class TalkingHeadsAttention(nn.Module):
         return f"num_heads={self.num_heads}, weighting={weighting_name(self.weighting)}"
 
 
-def _check_input(projection: nn.Linear, x: Any, cache: Any) -> None:
+def check_input(projection: nn.Linear, x: Any, cache: Any) -> None:
+    """Raise unless x is (batch, n, width of the projection), and cache is a `Cache` or None."""
     check_plain(x=x)
     check_dtype(projection.weight, x=x)
     check_width(projection.in_features, x)
@@ -231,7 +232,7 @@ def _check_input(projection: nn.Linear, x: Any, cache: Any) -> None:
         raise DtypeError(f"cache must be a qkv.nn.Cache, not {type(cache).__name__}")
 
 
-def _add_causal(mask: Any, is_causal: bool, past: int) -> Any:
+def add_causal(mask: Any, is_causal: bool, past: int) -> Any:
     """Return the mask, combined with a causal one for queries after `past` cached rows."""
     if not is_causal:
         return mask
