@@ -44,26 +44,27 @@ class Attention:
 
 ATTENTIONS = {
     "softmax": Attention(),
-    "entmax15": Attention(weighting="entmax15"),
-    "sparsemax": Attention(weighting="sparsemax"),
     "softmax-logn": Attention(learns="scale"),
-    "entmax15-logn": Attention(weighting="entmax15", learns="scale"),
     "softmax-sink": Attention(learns="sink"),
+    "sparsemax": Attention(weighting="sparsemax"),
+    "entmax15": Attention(weighting="entmax15"),
+    "entmax15-logn": Attention(weighting="entmax15", learns="scale"),
+    "alpha": Attention(weighting="entmax", learns="alpha"),
     "top8": Attention(weighting="top8"),
     "hard": Attention(weighting="hard"),
     "sigmoid": Attention(weighting="sigmoid"),
     "linear": Attention("elu", "normalized"),
-    "cosine": Attention("cosine", learns="temperature"),
-    "gaussian": Attention("gaussian"),
-    "additive": Attention("additive"),
-    "alpha": Attention(weighting="entmax", learns="alpha"),
     "softmax/rotary": Attention(position="rotary"),
     "softmax/alibi": Attention(position="alibi"),
     "softmax/none": Attention(position="none"),
     "entmax15/rotary": Attention(weighting="entmax15", position="rotary"),
     "entmax15/alibi": Attention(weighting="entmax15", position="alibi"),
     "entmax15/none": Attention(weighting="entmax15", position="none"),
+    "cosine": Attention("cosine", learns="temperature"),
+    "gaussian": Attention("gaussian"),
+    "additive": Attention("additive"),
 }
+"""In the order of their training: weightings, then positions, then scores."""
 FIRST_NUMBER = {"scale": 0.3, "sink": 0.0, "alpha": 1.5, "temperature": TEMPERATURE}
 
 

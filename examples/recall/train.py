@@ -33,8 +33,8 @@ TEST_SEED = 1_000_000
 MAX_TOKENS_PER_CALL = 16_384
 """Tokens of each run in one call of a test."""
 PROBED_QUERIES = 64
-DEEP_DELAY = 8
-"""Models of three layers start with the models of two layers of the attention so much later."""
+GROUPS = (("mqar", "mqmtar", "copy", "reverse", "noisy", "similar"), ("hops",), ("sort",))
+"""Tasks that train in one stack. A time limit leaves out the last groups first."""
 TIMED_STEPS = 16
 CURVE_POINTS = 40
 
@@ -69,23 +69,23 @@ class Job:
 def list_jobs(
     tasks: Iterable[str], attentions: Iterable[str], seeds: Iterable[int], finished: set[Cell]
 ) -> list[Job]:
-    """Return the jobs of all cells that are not finished.
+    """Return the jobs of all cells that are not finished: all attentions of a group, then the next.
 
-    Attentions keep their order; the models of more than two layers come somewhat later.
+    So a time limit leaves whole groups with all attentions.
     """
+    tasks, attentions, seeds = set(tasks), list(attentions), list(seeds)
     jobs = []
-    tasks, seeds = list(tasks), list(seeds)
-    for rank, attention in enumerate(attentions):
-        for layers in sorted({LAYERS[task] for task in tasks}):
+    for group in GROUPS:
+        for attention in attentions:
             runs = tuple(
                 (task, seed)
-                for task in tasks
+                for task in group
                 for seed in seeds
-                if LAYERS[task] == layers and (task, attention, seed) not in finished
+                if task in tasks and (task, attention, seed) not in finished
             )
             if runs:
-                jobs.append((rank + DEEP_DELAY * (layers - 2), Job(attention, layers, runs)))
-    return [job for _, job in sorted(jobs, key=lambda x: x[0])]
+                jobs.append(Job(attention, LAYERS[group[0]], runs))
+    return jobs
 
 
 class BatchSource:

@@ -132,10 +132,16 @@ def test_jobs_leave_out_finished_cells() -> None:
     jobs = train.list_jobs(["mqar", "hops"], ["softmax", "hard"], [0, 1], {("mqar", "hard", 0)})
     assert jobs == [
         train.Job("softmax", 2, (("mqar", 0), ("mqar", 1))),
-        train.Job("hard", 2, (("mqar", 1),)),  # models of three layers come later
+        train.Job("hard", 2, (("mqar", 1),)),  # the next group of tasks comes later
         train.Job("softmax", 3, (("hops", 0), ("hops", 1))),
         train.Job("hard", 3, (("hops", 0), ("hops", 1))),
     ]
+
+
+def test_each_task_is_in_one_group() -> None:
+    jobs = train.list_jobs(tasks.TASKS, ["softmax"], [0], set())
+    assert sorted(task for job in jobs for task, _ in job.runs) == sorted(tasks.TASKS)
+    assert all(tasks.LAYERS[task] == job.layers for job in jobs for task, _ in job.runs)
 
 
 def test_a_cell_is_trained_once(
