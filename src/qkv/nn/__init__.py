@@ -25,6 +25,7 @@ from qkv.nn.latent import LatentAttention
 from qkv.nn.memory import Memory
 from qkv.nn.mixed_heads import DifferentialAttention, TalkingHeadsAttention
 from qkv.nn.models import BahdanauDecoder, KernelRegression, SqueezeExcitation
+from qkv.nn.paged_cache import PagedCache
 from qkv.nn.rotary import Rotary
 from qkv.nn.scores import (
     AdditiveScore,
@@ -50,6 +51,7 @@ __all__ = [
     "Memory",
     "MultiHeadAttention",
     "MultiplicativeScore",
+    "PagedCache",
     "Rotary",
     "CapturedAttention",
     "SelfAttention",
