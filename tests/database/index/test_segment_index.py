@@ -76,6 +76,7 @@ def check_search(metric, x, arrays):
     q = metric.prepare_vectors(np.random.default_rng(1).normal(size=(5, WIDTH)))
     lists = np.tile(np.arange(index.list_count), (5, 1))
     near_lists = similarity(metric, q, index.mean)
+    first_rows = set(index.row_of_entry[: index.start[1]].tolist())
     merged = MergedLists([index])
     rows, near = merged.search(q, lists, near_lists, 40, None)
     exact = similarity(metric, q, x)
@@ -89,7 +90,10 @@ def check_search(metric, x, arrays):
     assert all(set(r[r >= 0]) == set(np.flatnonzero(allowed)) for r in some)
     lists[:, 1:] = -1
     first, _ = merged.search(q, lists, near_lists, ROWS, None)
-    assert all(set(r[r >= 0]) == set(index.row_of_entry[: index.start[1]]) for r in first)
+    assert all(set(r[r >= 0]) == first_rows for r in first)
+    counts = index.count_rows(allowed)
+    assert counts.sum() == allowed.sum()
+    assert counts[0] == allowed[list(first_rows)].sum()
 
 
 def test_not_finite():
@@ -192,6 +196,7 @@ def test_the_file_of_an_index_leaves_memory():
     }
     index = SegmentIndex(parts, describe_arrays(METRICS[0]), ROWS, WIDTH)
     merged = MergedLists([index])
-    left = index.mean, index.spread, index.start, index.row_of_entry, index.bounds
+    left = index.mean, index.spread, index.start, index._list_of_row, index.bounds
     assert index.code is None and not any(np.shares_memory(memory, a) for a in left)
+    assert index.row_of_entry is None
     assert merged.rows == ROWS

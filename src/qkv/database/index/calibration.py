@@ -25,7 +25,7 @@ from qkv.util.deadline import check_deadline
 INTERVAL_LEVEL = 0.9
 """The share of queries for which the interval of the missing weight holds."""
 
-QUERIES, QUERIES_OF_MANY_ROWS, MANY_ROWS = 1000, 500, 2**19
+QUERIES, QUERIES_OF_MANY_ROWS, MANY_ROWS = 1000, 400, 2**19
 """The number of held-out queries, and that for a table with many rows."""
 
 MAX_MEASURED_SCORES = 2**31
@@ -68,6 +68,9 @@ MAX_CHANGED_SHARE = 0.1
 
 MAX_SLOPE_CHANGE = 0.02
 """The interval holds for scores whose slope differs by at most this share."""
+
+MAX_UNIT_ERROR = 3e-7
+"""A vector has the length one if it differs by at most this: by the rounding of float32."""
 
 MAX_SCORES_PER_BLOCK = 2**27
 COLUMNS_PER_RUN = 128
@@ -234,8 +237,10 @@ def measure_index(
                     steps = steps[: steps.index(step) + 1]
                     break
             report_queries(len(block))
+        # Queries unlike the keys get no interval, so they must not widen that of the others.
+        is_like_keys = np.array(tops) >= np.quantile(tops, UNLIKE_SHARE)
         for step, results in zip(steps, parts, strict=False):
-            efforts.append(_summarize_effort(*step, np.concatenate(results)))
+            efforts.append(_summarize_effort(*step, np.concatenate(results), is_like_keys))
     return IndexReport(
         metric=metric.name,
         slope=metric.slope,
@@ -274,34 +279,39 @@ class _KeyReader:
         self.view, self.metric, self.rows = view, metric, rows
         self.factors: list[np.ndarray] = []
 
-    def compute_similarity(self, queries: np.ndarray) -> np.ndarray:
-        """Return the similarity of prepared queries to all rows, (n, m)."""
-        metric, similarity = self.metric, np.empty((len(queries), self.rows), np.float32)
+    def compute_scores(self, queries: np.ndarray) -> np.ndarray:
+        """Return the scores of all rows for prepared queries, (n, m)."""
+        metric, scores = self.metric, np.empty((len(queries), self.rows), np.float32)
         # Relative to the centre, the expanded square loses no precision far from the origin.
         centre = queries.mean(axis=0) if metric.is_distance else np.float32(0)
-        start, queries = 0, queries - centre
+        start, slope, queries = 0, np.float32(metric.slope), queries - centre
+        # A pass over all scores is saved, but the square of a length may overflow.
+        factors = queries if metric.is_distance else slope * queries
         raw = metric._replace(name="dot") if metric.name == "cosine" else metric
         for i, part in enumerate(self.view.snapshot.list_parts()):
             part.segment.check_not_truncated()
             keys = read_part_vectors(part, raw, 0, len(part.segment.ids), part.segment.live)
             keys = keys - centre if metric.is_distance else keys
-            block = similarity[:, start : start + len(keys)]
-            np.matmul(queries, keys.T, out=block)
+            block = scores[:, start : start + len(keys)]
+            np.matmul(factors, keys.T, out=block)
             if i == len(self.factors):
                 self.factors.append(self._compute_factor(keys))
-            if metric.name == "cosine":
+            if len(self.factors[i]):
                 block *= self.factors[i]
             elif metric.is_distance:
                 block -= np.square(queries).sum(axis=1)[:, None] / 2
                 block -= np.square(keys).sum(axis=1) / 2
+                block *= slope
             start += len(keys)
-        return similarity
+        return scores
 
     def _compute_factor(self, keys: np.ndarray) -> np.ndarray:
         """Return 1 / ‖k‖, and 0 for zero vectors; nothing if the metric does not need it."""
         if self.metric.name != "cosine":
             return np.zeros(0, np.float32)
         length = np.sqrt(np.einsum("ij,ij->i", keys, keys, dtype=float))
+        if np.abs(length - 1).max(initial=0) <= MAX_UNIT_ERROR:
+            return np.zeros(0, np.float32)  # the keys have the length one already
         factor = np.divide(1, length, out=np.zeros_like(length), where=length > 0)
         return np.asarray(np.minimum(factor, np.finfo(np.float32).max).astype(np.float32))
 
@@ -323,16 +333,15 @@ def _compute_exact_weights(
     reader: _KeyReader, queries: np.ndarray, own: np.ndarray | None
 ) -> _ExactWeights:
     """Return the exact weights of all rows; the rows `own` (n,) have none."""
-    similarity, slope = reader.compute_similarity(queries), reader.metric.slope
+    scores = reader.compute_scores(queries)
     if own is not None:
-        similarity[np.arange(len(own)), own] = -np.inf
-    best = find_best_columns(similarity, BEST_ROWS)
-    top = np.take_along_axis(similarity, best, axis=1).max(axis=1)
-    similarity -= top[:, None]
-    similarity *= np.float32(slope)
-    weights = np.exp(similarity, out=similarity)
+        scores[np.arange(len(own)), own] = -np.inf
+    best = find_best_columns(scores, BEST_ROWS)
+    top = np.take_along_axis(scores, best, axis=1).max(axis=1)
+    scores -= top[:, None]
+    weights = np.exp(scores, out=scores)
     total = weights.sum(axis=1, dtype=float)
-    return _ExactWeights(weights, slope * top.astype(float), total, best)
+    return _ExactWeights(weights, top.astype(float), total, best)
 
 
 def find_best_columns(x: np.ndarray, count: int) -> np.ndarray:
@@ -400,9 +409,13 @@ def _finds_everything(results: np.ndarray) -> bool:
     return bool(recall.mean() > ENOUGH_RECALL and np.quantile(missing, 0.9) < ENOUGH_MISSING)
 
 
-def _summarize_effort(lists: int, rows: int, results: np.ndarray) -> Effort:
-    recall, missing, estimate = results.T
-    ratio = np.log(missing + SMALLEST_WEIGHT) - np.log(estimate + SMALLEST_WEIGHT)
+def _summarize_effort(
+    lists: int, rows: int, results: np.ndarray, is_like_keys: np.ndarray
+) -> Effort:
+    """Return an effort from the results of all queries; its ratios are from those like the keys."""
+    recall, missing, _ = results.T
+    _, true, estimate = results[is_like_keys].T
+    ratio = np.log(true + SMALLEST_WEIGHT) - np.log(estimate + SMALLEST_WEIGHT)
     order = np.argsort(estimate, kind="stable")
     ranges = max(min(len(order) // MIN_QUERIES, MAX_RANGES), 1)
     parts = np.array_split(order, ranges)

@@ -224,8 +224,8 @@ def describe_arrays(metric: IndexMetric) -> dict[str, str]:
 class SegmentIndex:
     """The index of a segment with `rows` rows. The constructor checks all arrays.
 
-    It raises `ValueError` for arrays that `build_arrays` cannot have returned. `code` is None after
-    the codes were loaded for the search.
+    It raises `ValueError` for arrays that `build_arrays` cannot have returned. `code` and
+    `row_of_entry` are None after the codes were loaded for the search.
     """
 
     def __init__(
@@ -238,11 +238,13 @@ class SegmentIndex:
         self.metric: str = metric
         self.rows, self.width = rows, width
         # Copies: all arrays may lie in the memory of one file, which the codes fill.
-        names = "mean", "spread", "start", "row", "bounds"
-        self.mean, self.spread, self.start, self.row_of_entry, self.bounds = (
-            arrays[name].copy() for name in names
-        )
+        names = "mean", "spread", "start", "bounds"
+        self.mean, self.spread, self.start, self.bounds = (arrays[name].copy() for name in names)
         self.counts = np.diff(self.start)
+        self.row_of_entry: np.ndarray | None = arrays["row"]
+        number = np.uint16 if len(self.mean) <= 2**16 else np.uint32
+        self._list_of_row = np.empty(rows, number)
+        self._list_of_row[arrays["row"]] = np.arange(len(self.mean)).repeat(self.counts)
         self.code: np.ndarray | None = arrays["code"]
         self.is_8_bit = self.code.dtype == np.uint8
 
@@ -263,8 +265,7 @@ class SegmentIndex:
 
     def count_rows(self, is_counted: np.ndarray) -> np.ndarray:
         """Return the number of marked rows in each list, (L,), for marks (m,) of all rows."""
-        total = np.concatenate([[0], np.cumsum(is_counted[self.row_of_entry])])
-        return np.asarray(total[self.start[1:]] - total[self.start[:-1]])
+        return np.bincount(self._list_of_row[is_counted], minlength=self.list_count)
 
 
 class MergedLists:
@@ -307,7 +308,7 @@ class MergedLists:
         for i, count in enumerate(counts.tolist()):
             lists.invlists.resize(i, count)
         for segment, number in zip(self.segments, self.first_numbers.tolist(), strict=True):
-            assert segment.code is not None
+            assert segment.code is not None and segment.row_of_entry is not None
             numbers = segment.row_of_entry.astype(np.int64) + number
             codes = np.ascontiguousarray(segment.code).view(np.uint8)
             ends, places = segment.start.tolist(), filled.tolist()
@@ -318,7 +319,8 @@ class MergedLists:
                         i, places[i], len(part), faiss.swig_ptr(part), faiss.swig_ptr(part_codes)
                     )
             filled += segment.counts
-            segment.code = None
+            segment.code = segment.row_of_entry = None
+            segment.mean = first.mean  # an equal array, once in memory
             del codes
         lists.ntotal = self.rows
         return lists
