@@ -215,6 +215,53 @@ def test_nested_tensors_of_torch(layout: str, options: dict[str, Any], heads: in
         assert (out.sum(-1, keepdim=True) + q).shape == q.shape
 
 
+NESTED_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mask": "causal", "weighting": "entmax15"},
+    {"mask": masks.window(1), "score": "gaussian"},
+    {"score": scores.Decay(0.3), "mask": "causal"},
+    {"score": scores.Modified("dot", lambda s, b, h, q, k: s + 0.1 * q)},
+]
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+@pytest.mark.parametrize("options", NESTED_OPTIONS, ids=str)
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_of_nested_tensors(
+    layout: str, options: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, others = (4, 1, 6), ((4, 1, 6) if "mask" in options else (3, 2, 7))
+    torch, leaves = torchs(*((2, n, 4) for n in sizes), *((2, n, 4) for n in others * 2))
+    kind = getattr(torch, layout)
+    q, k, v = (
+        torch.nested.as_nested_tensor(
+            [x.transpose(0, 1) for x in leaves[3 * i : 3 * i + 3]], layout=kind
+        ).transpose(1, 2)
+        for i in range(3)
+    )
+    packed = []
+    if packs:  # as on a GPU
+        fw = type(get_framework(leaves[0]))
+        monkeypatch.setattr(fw, "device_block_numbers", lambda self, like: 2**26)
+        original = masks.packed
+        monkeypatch.setattr(masks, "packed", lambda *a, **b: packed.append(1) or original(*a, **b))
+    out = qkv.attend(q, k, v, **options)
+    assert out.is_nested and out.layout == q.layout
+    depends_on_position = any(
+        isinstance(x, scores.Modified | type(masks.window(1))) for x in options.values()
+    )
+    assert bool(packed) == (packs and not depends_on_position)
+    monkeypatch.undo()
+    want = [qkv.attend(*leaves[i::3], **options, engine="dense") for i in range(3)]
+    torch.testing.assert_close(list(out.unbind()), want, atol=1e-12, rtol=0)
+    slopes = [
+        torch.autograd.grad(sum(x.square().sum() for x in actual), leaves)
+        for actual in (out.unbind(), want)
+    ]
+    torch.testing.assert_close(*slopes, atol=1e-12, rtol=0)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_that_mean_nothing() -> None:
     torch, (x, y) = torchs((2, 3), (4, 3))
@@ -223,6 +270,13 @@ def test_nested_tensors_that_mean_nothing() -> None:
         qkv.scaled_dot_product_attention(q, y, y)
     with pytest.raises(CombinationError, match="attn_mask"):
         qkv.scaled_dot_product_attention(q, q, q, torch.ones(4, 4).bool())
+    for mask in (torch.ones(4, 4), np.ones((4, 4), bool), masks.lengths([2, 4])):
+        with pytest.raises(CombinationError, match="array in mask"):
+            qkv.attend(q, q, q, mask=mask)
+    with pytest.raises(CombinationError, match="return_lse"):
+        qkv.attend(q, q, q, return_lse=True)
+    with pytest.raises(FrameworkError, match="value is not"):
+        qkv.attend(q, q, y)
     few = torch.nested.as_nested_tensor([x], layout=torch.jagged)
     with pytest.raises(ShapeError, match=r"2 sequences.*key has 1"):
         qkv.scaled_dot_product_attention(q, few, few)

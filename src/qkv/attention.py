@@ -11,7 +11,7 @@ from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import numpy as np
 
-from qkv import scores
+from qkv import masks, scores
 from qkv.engines import linear, native, plan_cache, sharded, streaming, user_code
 from qkv.engines.call import (
     Call,
@@ -24,8 +24,15 @@ from qkv.engines.native import ProjectedAttention
 from qkv.engines.out_of_core import candidates, certified, forward
 from qkv.engines.out_of_core.key_terms import adapt_score
 from qkv.engines.validation import build_call, require_one_framework, resolve_score_and_weighting
-from qkv.errors import DtypeError, FrameworkError, validate_keywords
+from qkv.errors import (
+    CombinationError,
+    DtypeError,
+    FrameworkError,
+    ShapeError,
+    validate_keywords,
+)
 from qkv.frameworks import find_framework, get_framework, load_framework, to_numpy, tree
+from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import (
     Candidates,
     StoredRows,
@@ -35,7 +42,7 @@ from qkv.frameworks.stored_rows import (
 from qkv.masks import MaskLike
 from qkv.scores import Score, ScoreLike
 from qkv.util.keyword_hints import FOREIGN_KEYWORDS, forbid_torchscript
-from qkv.util.types import A, Array, NestedLists, ShardPosition
+from qkv.util.types import A, Array, NestedLists, ShardPosition, Span
 from qkv.weightings import Weighting, WeightingLike
 
 
@@ -132,7 +139,8 @@ def attend(
     Shapes: query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v). The result has the
     query's framework and dtype; under PyTorch's autocast it has the autocast dtype. Leading axes
     broadcast. Axis −3 is the heads; several query heads can share one head of key and value. The
-    output is 0 for a query that may attend to no key.
+    output is 0 for a query that may attend to no key. Nested torch tensors give a nested tensor:
+    the queries of a sequence attend to its keys.
 
     - `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
       (query, key) → (…, n, m). A function receives 16-bit arrays as float32.
@@ -172,6 +180,10 @@ def attend(
             results = plan.run(query, key, value, score, weighting, mask, seed)
         if results is not None:
             return results
+    if getattr(query, "is_nested", False):
+        options: Any = {"score": score, "weighting": weighting, "mask": mask, "engine": engine}
+        options |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
+        return _attend_nested(query, key, value, bool(return_lse or return_weights), options)
     if signature is None and (quiet := _leave_autocast(query, key, value)) is not None:
         # Cast as autocast does: no plan is cached for calls under autocast.
         cast = get_framework(query).apply_autocast
@@ -203,7 +215,7 @@ def attend(
             returned = {"return_lse": return_lse, "return_weights": return_weights}
             return attend(query, key, value, **formula, **returned, engine=engine)
         if spans := user_code.split_queries(call):
-            options: Any = {"score": score, "weighting": weighting, "tolerance": tolerance}
+            options = {"score": score, "weighting": weighting, "tolerance": tolerance}
             options |= {"return_lse": return_lse, "engine": engine}
             parts = [
                 attend(call.fw.slice_span(call.query, x, -2), key, value, **options) for x in spans
@@ -368,6 +380,69 @@ def pool_weighed_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> n
     With `mean`, the weights are divided by their sum.
     """
     return candidates.pool_values(weights, value, mean)
+
+
+def split_sequences(**arrays: Array) -> list[list[Array]]:
+    """Return the sequences of each array. All must be nested, with the same number of sequences."""
+    (first, *_), parts = arrays, {}
+    for name, x in arrays.items():
+        sequences = get_framework(x).split_nested(x)
+        if sequences is None:
+            raise FrameworkError(
+                f"{first} is a nested tensor, but {name} is not: pass {name} as a nested tensor"
+            )
+        parts[name] = sequences
+        if len(sequences) != len(parts[first]):
+            raise ShapeError(
+                f"{first} has {len(parts[first])} sequences, but {name} has {len(sequences)}"
+            )
+    return list(parts.values())
+
+
+def _attend_nested(
+    query: Array, key: Array, value: Array, wants_more: bool, options: dict[str, Any]
+) -> Array:
+    """Return the output of nested arrays as a nested array.
+
+    On a GPU all sequences are one call with `masks.packed`, if it means the same. On a CPU a call
+    for each sequence is faster.
+    """
+    fw = get_framework(query)
+    if wants_more:
+        raise CombinationError(
+            "return_lse and return_weights cannot be used with nested tensors: call once for each "
+            "sequence"
+        )
+    rule, bias = masks.resolve(options["mask"])
+    if bias is not None or tree.array_leaves(fw, rule) or tree.has_foreign_arrays(fw, rule):
+        raise CombinationError(
+            "an array in mask cannot be used with nested tensors, because their sequences differ "
+            "in length: call once for each sequence"
+        )
+    parts = split_sequences(query=query, key=key, value=value)
+    lengths = [[fw.static_shape(x)[-2] for x in sequences] for sequences in parts[:2]]
+    on_device = bool(parts[0]) and fw.device_block_numbers(parts[0][0]) is not None
+    if not on_device or not _is_same_when_packed(fw, rule, lengths[0] == lengths[1], options):
+        outputs = [attend(*sequence, **options) for sequence in zip(*parts, strict=True)]
+        return fw.pack_nested(outputs, query)
+    ends_q, ends_k = (np.cumsum([0, *x], dtype=np.int32) for x in lengths)
+    options = {**options, "mask": masks.packed(ends_q, ends_k, causal=rule is not None)}
+    out = attend(*(fw.xp.concat(sequences, axis=-2) for sequences in parts), **options)
+    spans = [Span(int(ends_q[i]), size) for i, size in enumerate(lengths[0])]
+    return fw.pack_nested([fw.slice_span(out, x, -2) for x in spans], query)
+
+
+def _is_same_when_packed(
+    fw: Framework, rule: Any, has_equal_lengths: bool, options: dict[str, Any]
+) -> bool:
+    """Return whether packed sequences give the same, though their positions are others."""
+    score, weighting = resolve_score_and_weighting(options["score"], options["weighting"], None)
+    if scores.has_user_code(score) or not (rule is None or masks.is_plain_causal(rule)):
+        return False
+    if any(len(x.shape) > 1 and x.shape[-2] != 1 for x in tree.array_leaves(fw, weighting)):
+        return False  # an array for each query
+    depends_on_distance = isinstance(score, scores.RelativeScore) or rule is not None
+    return has_equal_lengths or not depends_on_distance
 
 
 def _leave_autocast(*arrays: Any) -> AbstractContextManager[object] | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from qkv import masks, scores
-from qkv.attention import attend
-from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
-from qkv.frameworks import find_framework, get_framework, is_array
+from qkv.attention import attend, split_sequences
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.frameworks import find_framework, is_array
 from qkv.masks import Mask
 from qkv.util.keyword_hints import forbid_torchscript
 from qkv.util.types import A, Array
@@ -58,9 +57,12 @@ def scaled_dot_product_attention(
     fw = find_framework(query)
     rows = None if fw is None else fw.split_nested(query)
     if fw is not None and rows is not None:
-        sequences = zip(
-            rows, *_split_sequences(len(rows), attn_mask, key=key, value=value), strict=True
-        )
+        if attn_mask is not None:
+            raise CombinationError(
+                "attn_mask cannot be used with nested tensors, because their sequences differ in "
+                "length: pass is_causal, or call once for each sequence"
+            )
+        sequences = zip(*split_sequences(query=query, key=key, value=value), strict=True)
         options = (dropout_p, is_causal, scale, enable_gqa)
         parts = [
             scaled_dot_product_attention(q, k, v, None, *options, seed=seed)
@@ -79,24 +81,6 @@ def scaled_dot_product_attention(
         mask = masks.causal
     score = scores.ScaledDot(scale)
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
-
-
-def _split_sequences(count: int, attn_mask: Any, **arrays: Array) -> Iterator[list[Array]]:
-    """Yield the `count` sequences of each array. Each array must be nested, like the query."""
-    if attn_mask is not None:
-        raise CombinationError(
-            "attn_mask cannot be used with nested tensors, because their sequences differ in "
-            "length: pass is_causal, or call once for each sequence"
-        )
-    for name, x in arrays.items():
-        parts = get_framework(x).split_nested(x)
-        if parts is None:
-            raise FrameworkError(
-                f"query is a nested tensor, but {name} is not: pass {name} as a nested tensor"
-            )
-        if len(parts) != count:
-            raise ShapeError(f"query has {count} sequences, but {name} has {len(parts)}")
-        yield parts
 
 
 def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:

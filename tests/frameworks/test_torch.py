@@ -105,7 +105,7 @@ def test_views_that_are_negated(arrays, kind):
 def test_what_is_no_block_of_numbers_is_refused_by_name(layout):
     parts = [torch.zeros(3, 4), torch.zeros(5, 4)]
     nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
-    for call in (lambda: qkv.attend(nested, nested, nested), lambda: qkv.weights(nested, nested)):
+    for call in (lambda: qkv.explain(nested, nested, nested), lambda: qkv.weights(nested, nested)):
         with pytest.raises(FrameworkError, match=r"query is a nested.*masks\.lengths"):
             call()
     sparse = parts[0].to_sparse()

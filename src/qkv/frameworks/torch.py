@@ -405,9 +405,9 @@ class Torch(Framework):
     def as_plain_array(self, x: Array, name: str = "x") -> Array:
         if x.is_nested:
             raise FrameworkError(
-                f"{name} is a nested tensor, which only nn.MultiHeadAttention, layers made of it "
-                f"and scaled_dot_product_attention accept: pass {name}.to_padded_tensor(0) with "
-                "masks.lengths"
+                f"{name} is a nested tensor, which only attend, scaled_dot_product_attention, "
+                "nn.MultiHeadAttention and layers made of it accept: pass "
+                f"{name}.to_padded_tensor(0) with masks.lengths"
             )
         if x.layout != torch.strided:
             raise FrameworkError(f"{name} has layout {x.layout}: pass {name}.to_dense()")
