@@ -45,7 +45,7 @@ def _framework_name(x: object) -> str | None:
     kind = type(x)
     if kind not in _FRAMEWORK_NAME_BY_TYPE:
         shaped = hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
-        if not shaped and kind.__module__.startswith("torch"):
+        if not shaped and kind.__module__[:5] == "torch":
             return None  # torch.compile cannot read a dictionary with the key torch.Generator
         _FRAMEWORK_NAME_BY_TYPE[kind] = _framework_of_type(kind) if shaped else None
     return _FRAMEWORK_NAME_BY_TYPE[kind]
