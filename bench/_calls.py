@@ -90,9 +90,27 @@ def _scaled_dot(o: Plain, q: Array, k: Array, a: Arrays) -> Array:
 
 def _divide_by_8(o: Plain) -> Callable[[Array, Array], Array]:
     """Return one function object per framework, as a function at the top of a module is."""
+    if o.name == "torch":  # as a user writes it: without an object of this benchmark
+        return _divide_torch_by_8
     if o.name not in _FUNCTIONS:
         _FUNCTIONS[o.name] = lambda q, k: o.dot(q, k) / 8
     return _FUNCTIONS[o.name]
+
+
+def _divide_torch_by_8(q: Array, k: Array) -> Array:
+    return q @ k.mT / 8
+
+
+def _new_function(o: Plain) -> Callable[[Array, Array], Array]:
+    if o.name == "torch":
+        return lambda q, k: (q @ k.mT / 64).tanh() * 8
+    return lambda q, k: o.tanh(o.dot(q, k) / 64) * 8
+
+
+def _closure(o: Plain, w: Array) -> Callable[[Array, Array], Array]:
+    if o.name == "torch":
+        return lambda q, k: (q * w.to(q.dtype)) @ k.mT / math.sqrt(q.shape[-1])
+    return lambda q, k: o.dot(q * o.cast(w, q), k) / math.sqrt(q.shape[-1])
 
 
 _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {}
@@ -314,11 +332,11 @@ SCORES: dict[str, Score] = {
         lambda o, a: _divide_by_8(o), lambda o, q, k, a: o.dot(q, k) / 8, scale=lambda d: 1 / 8
     ),
     "new function": Score(  # each call defines it again
-        lambda o, a: lambda q, k: o.tanh(o.dot(q, k) / 64) * 8,
+        lambda o, a: _new_function(o),
         lambda o, q, k, a: o.tanh(o.dot(q, k) / 64) * 8,
     ),
     "closure": Score(
-        lambda o, a: lambda q, k: _scaled_dot(o, q * o.cast(a["score.w"], q), k, a),
+        lambda o, a: _closure(o, a["score.w"]),
         lambda o, q, k, a: _scaled_dot(o, q * a["score.w"], k, a),
         lambda o, draw, size: {"w": draw(size.d)},
     ),
@@ -601,9 +619,15 @@ def _scattered(size: Size) -> np.ndarray:
 
 
 def _custom(o: Plain) -> Callable[..., Array]:
+    if o.name == "torch":
+        return _mask_thirds
     if ("custom", o.name) not in _MODS:
         _MODS["custom", o.name] = lambda b, h, i, j: (i + j) % 3 != 1
     return _MODS["custom", o.name]
+
+
+def _mask_thirds(b: Array, h: Array, i: Array, j: Array) -> Array:
+    return (i + j) % 3 != 1
 
 
 def _custom_allowed(size: Size) -> np.ndarray:
