@@ -22,7 +22,7 @@ from qkv.frameworks import load_framework
 from tests import formulas
 from tools import mutants as hand_written
 
-pytest.importorskip("torch")  # not in the environment of MXNet: once is enough
+torch = pytest.importorskip("torch")  # not in the environment of MXNet: once is enough
 
 rng = np.random.default_rng(5)
 N, M, D, DV, HIDDEN = 4, 6, 3, 2, 5
@@ -177,8 +177,13 @@ def check_score(cls, name, settings):
         plain = cls(**settings | {"bias": None})
         _check_affine(plain, plain(QUERY, KEY))
     if name in ("Boxcar", "Triangular", "Epanechnikov"):
-        edge = cls(2.0)(np.zeros((1, 1)), np.array([[2.0], [0.0], [np.nan]]))[0]
-        np.testing.assert_array_equal(edge, [float(name == "Boxcar"), 1.0, np.nan])
+        edges = np.zeros((1, 1)), np.array([[2.0], [0.0], [np.nan]])
+        at_edges = [float(name == "Boxcar"), 1.0, np.nan]
+        np.testing.assert_array_equal(cls(2.0)(*edges)[0], at_edges)
+        learned = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, *edges)]
+        scored = cls(**settings)(*learned[:2]).detach()
+        np.testing.assert_allclose(scored, want, rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(cls(2.0)(*learned[2:])[0].detach(), at_edges)
         _check_centred_window(cls)
     if name == "Cosine":
         huge = cls(**settings)(QUERY * 1e200, KEY)

@@ -91,6 +91,7 @@ def test_torch_agrees_with_dense(options, mask, most, monkeypatch):
     from qkv.engines.native import query_spans as native
 
     monkeypatch.setattr(native, "QUERIES_PER_SPAN", 7)
+    monkeypatch.setattr(native, "PAIRS_PER_CALL", 0)
     monkeypatch.setattr(native, "MAX_VISIBLE_SHARE", most)
     result = {}
     for engine in ("native", "dense"):
@@ -107,6 +108,7 @@ def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
     from qkv.engines.native import query_spans as native
 
     monkeypatch.setattr(native, "QUERIES_PER_SPAN", 10)
+    monkeypatch.setattr(native, "PAIRS_PER_CALL", 0)
     inputs = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
     def explain_detail(keys):
@@ -368,3 +370,32 @@ def test_weights_of_keys_that_were_copied_for_the_product(n, mask, mkl, learned,
             got = qkv.attend(*inputs, mask=mask, return_weights=returned)
             want = qkv.attend(*inputs, mask=mask, return_weights=returned, engine="dense")
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_a_mask_without_arrays_is_cached(n):
+    """Under inference mode first: the cached mask must serve gradients too."""
+    torch = pytest.importorskip("torch")
+    rule = masks.global_tokens(2) | masks.window(3)
+    inputs = [torch.randn(2, 2, size, 8) for size in (n, 40, 40)]
+    with torch.inference_mode():
+        first = qkv.attend(*inputs, mask=rule)
+    learned = [x.clone().requires_grad_() for x in inputs]
+    out = qkv.attend(*learned, mask=rule)
+    out.sum().backward()
+    want = qkv.attend(*inputs, mask=rule, engine="dense")
+    for x in (first, out.detach()):
+        torch.testing.assert_close(x, want)
+    inputs[1][..., 20, :] = torch.nan
+    actual, want = (qkv.attend(*inputs, mask=rule, engine=x) for x in (None, "dense"))
+    torch.testing.assert_close(actual, want, equal_nan=True)
+
+
+def test_short_masked_calls_are_not_split():
+    """Sixteen calls of the kernel take longer than one that computes the masked pairs too."""
+    torch = pytest.importorskip("torch")
+    inputs = [torch.zeros(1, 1, 1024, 64)] * 3
+    rule = masks.causal & masks.array(torch.ones(1, 1, 1, 1024, dtype=torch.bool))
+    assert "queries at a time" not in qkv.explain(*inputs, mask=rule).detail
+    many = [torch.zeros(1, 16, 1024, 64)] * 3
+    assert "64 queries at a time" in qkv.explain(*many, mask=rule).detail

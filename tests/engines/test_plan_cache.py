@@ -845,3 +845,15 @@ def test_a_plan_serves_lengths_of_one_size_and_no_other_width():
         for n, m, d in ((5, 9, 4), (6, 11, 4), (5, 9, 8), (5, 17, 4), (9, 9, 4))
     }
     assert [*cached.values()] == [True, True, False, False, False], cached
+
+
+def test_torch_caches_plans_for_functions():
+    """New function objects with the same code share a plan, which reads their own tensors."""
+    torch = pytest.importorskip("torch")
+    inputs = [torch.as_tensor(x) for x in three(4, 6)]
+    for i in range(3):
+        w = torch.rand(4, dtype=torch.float64)
+        score = lambda q, k, w=w: (q * w) @ k.mT  # noqa: E731
+        assert qkv.explain(*inputs, score=score).is_plan_cached == (i > 0)
+        want = torch.softmax((inputs[0] * w) @ inputs[1].mT, -1) @ inputs[2]
+        torch.testing.assert_close(qkv.attend(*inputs, score=score), want)

@@ -118,3 +118,30 @@ def test_other_weights_with_the_gradient_of_another_are_refused():
         class Doubled(weightings.Raw):
             def weights(self, scores, live, k):
                 return 2 * super().weights(scores, live, k)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_topk_with_and_without_ties(name):
+    """The fast choice of the k largest and the stable one agree; NaN stays NaN."""
+    fw = pytest.importorskip(name)
+    rows = np.array([[3.0, 1.0, 2.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 5.0, 5.0, 1.0]])
+    live = np.array([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]], bool)
+    for i in ([0], [1], [2], [0, 1, 2]):
+        scores = fw.asarray(rows[i])
+        actual = np.asarray(weightings.TopK(2)(scores, fw.asarray(live[i])))
+        want = np.zeros_like(actual)
+        for row, x, seen in zip(want, rows[i], live[i], strict=True):
+            at = np.argsort(np.where(seen, -x, np.inf), kind="stable")[: min(2, seen.sum())]
+            row[at] = np.exp(x[at]) / np.exp(x[at]).sum()
+        np.testing.assert_allclose(actual, want)
+    rows[0, 3] = np.nan
+    assert np.isnan(np.asarray(weightings.TopK(2)(fw.asarray(rows)))[0]).any()
+
+
+def test_average_does_not_compute_scores():
+    def fail(query, key):
+        raise AssertionError("the weights do not depend on the scores")
+
+    x, live = np.arange(6.0).reshape(3, 2), np.tri(3, dtype=bool)
+    out = qkv.attend(x, x, x, score=fail, weighting="average", mask=live)
+    np.testing.assert_allclose(out, [x[0], x[:2].mean(0), x.mean(0)])

@@ -17,7 +17,7 @@ from qkv.errors import FLOAT64_HINT, ArgumentError, DtypeError, format_count
 from qkv.frameworks.base import Framework
 from qkv.frameworks.tree import array_leaves, field_names, format_record, map_arrays
 from qkv.masks import Mask
-from qkv.scores import Gaussian, Score, evaluate_block, has_user_code
+from qkv.scores import Constant, Gaussian, Score, evaluate_block, has_user_code
 from qkv.util.types import Array, Block, LiveMask, Shape, ShardPosition, Span, lazy_property
 from qkv.weightings import Weighting
 from qkv.weightings.base import weighting_for_rows
@@ -229,28 +229,39 @@ def compute_scores(
     key_terms: Array | None = None,
 ) -> Array:
     """Return the scores of a block, with the mask's bias and after `scale_scores`."""
+    if call.weighting.ignores_scores:
+        return Constant()(query, repeat_shared_heads(call, key))
     s = evaluate_block(call.score, query, repeat_shared_heads(call, key), block, key_terms)
     if bias is not None:
-        s = s + call.fw.fill_unless(bias, bias != -float("inf"))
+        is_finite = call.fw.is_surely_finite(bias)
+        s = s + (bias if is_finite else call.fw.fill_unless(bias, bias != -float("inf")))
     return call.fw.prevent_fusion(call.weighting.scale_scores(s))
 
 
 def compute_masked_scores(call: Call, block: Block, live: LiveMask) -> Array:
     """Return the scores of a block, which NaN in a masked key or query does not reach."""
     fw = call.fw
+    if call.weighting.ignores_scores:
+        live = None
     query = zero_masked_queries(call, fw.slice_span(call.query, block.rows, -2), live)
     bias = None if call.bias is None else fw.slice_span(call.bias, block.rows, -2)
     if _fills_scores(call, block, live):
         return fw.fill_unless(compute_scores(call, query, call.key, bias, block), live)
+    if _checks_scores(call, block, live):
+        scores = compute_scores(call, query, call.key, bias, block)
+        if fw.is_surely_finite(scores):
+            return scores
     return compute_scores(call, query, zero_masked_rows(call, call.key, live), bias, block)
 
 
 def zero_masked_values(call: Call, block: Block, live: LiveMask) -> Array:
     """Return the values of a block, masked ones as 0 if `Weighting.pool_values` needs that."""
     pools_by_weights = type(call.weighting).pool_values is Weighting.pool_values
-    if pools_by_weights and _fills_scores(call, block, live):
-        return call.value
-    return zero_masked_rows(call, call.value, live)
+    is_short = live is not None and call.fw.checks_values(call.value)
+    is_short = is_short and block.rows.size <= call.m
+    if pools_by_weights and (is_short or _fills_scores(call, block, live)):
+        return call.value  # `pool_by_weights` checks the output
+    return zero_masked_rows(call, call.value, live, is_value=True)
 
 
 def _fills_scores(call: Call, block: Block, live: LiveMask) -> bool:
@@ -261,6 +272,13 @@ def _fills_scores(call: Call, block: Block, live: LiveMask) -> bool:
     if live is None or call.fw.has_gradients or not call.score.is_linear:
         return False
     return bool(2 * block.rows.size <= call.key.shape[-1])
+
+
+def _checks_scores(call: Call, block: Block, live: LiveMask) -> bool:
+    """Return whether scores are fewer than the numbers of the keys, and show if a key is finite."""
+    if live is None or not call.score.is_linear or not call.fw.checks_values(call.query):
+        return False
+    return bool(block.rows.size < call.key.shape[-1])
 
 
 def check_scores_finite(call: Call, s: Array, visible: LiveMask) -> None:
@@ -303,14 +321,17 @@ def check_best_scores_finite(
         raise overflow_error(score, weighting, overflows)
 
 
-def zero_masked_rows(call: Call, rows: Array, visible: LiveMask) -> Array:
+def zero_masked_rows(call: Call, rows: Array, visible: LiveMask, is_value: bool = False) -> Array:
     """Keep NaN in a masked key or value out of the output: return masked rows (…, c, d) as 0.
 
     A row is masked if no query of the block may attend to it. Its weight is 0, but 0 · NaN is NaN.
-    `visible` (…, r, c) is True for the pairs that count; None: all count.
+    `visible` (…, r, c) is True for the pairs that count; None: all count. A function of the caller
+    receives masked keys as 0 even if they are finite.
     """
     fw = call.fw
-    if visible is None or (fw.is_surely_finite(rows) and not has_user_code(call.score)):
+    if visible is None:
+        return rows
+    if (is_value or not has_user_code(call.score)) and fw.is_surely_finite(rows):
         return rows
     is_visible = fw.xp.any(visible, axis=-2)[..., None]  # (…, c, 1)
     lead = fw.static_shape(rows)[:-2]
@@ -328,7 +349,7 @@ def zero_masked_queries(call: Call, query: Array, visible: LiveMask) -> Array:
     A query is masked if it may attend to no key of the block. `visible` is that of
     `zero_masked_rows`.
     """
-    if visible is None or (call.fw.is_surely_finite(query) and not has_user_code(call.score)):
+    if visible is None or (not has_user_code(call.score) and call.fw.is_surely_finite(query)):
         return query
     return call.fw.fill_unless(query, call.fw.xp.any(visible, axis=-1)[..., None])
 

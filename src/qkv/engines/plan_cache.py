@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +89,10 @@ def find_plan(
     if fw is None or arrays is None:
         return None, None
     try:
-        if type(score) is not str:
+        if type(score) is FunctionType and fw.device_block_numbers(query) is None:
+            # On a GPU, `user_code` evaluates functions before the choice of an engine.
+            score = tree.FunctionSignature.create(fw, score)
+        elif type(score) is not str:
             score = getattr(score, SIGNATURE_ATTRIBUTE, None) or tree.record_signature(fw, score)
         if type(weighting) is not str:
             weighting = getattr(weighting, SIGNATURE_ATTRIBUTE, None) or tree.record_signature(

@@ -30,7 +30,7 @@ from qkv.errors import format_count
 from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.stored_rows import RowSpan, RowSpans, UnreadArray, to_framework_array
-from qkv.scores import user_functions
+from qkv.scores import Additive, user_functions
 from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
@@ -66,6 +66,12 @@ MAX_DENSE_NUMBERS = 2**18
 MAX_DENSE_EAGER_NUMBERS = 2**22
 """Numbers up to which the operations of the whole matrix run once, on a CPU. In blocks they would
 run several times. They take long to start and to differentiate."""
+
+MAX_DENSE_MASKED_PAIRS = 2**20
+"""Pairs of query and key up to which the same holds under a mask, whose blocks may be skipped."""
+
+MIN_DENSE_SHARE = 0.4
+"""The same holds if blocks contain at least this share of the pairs."""
 
 UNKNOWN_LENGTH_REASON = "a length is unknown until the graph runs, so there are no fixed blocks"
 
@@ -112,19 +118,33 @@ def slower_reason(call: Call) -> str | None:
 def _has_slow_blocks(call: Call) -> bool:
     """Return whether the operations of each block take long to start, on a CPU.
 
-    A mask skips blocks, which saves more. NumPy computes blocks on all cores, and one operation on
-    one core only; so it computes the searches of other frameworks.
+    A mask that skips many blocks saves more. NumPy computes blocks on all cores, and one operation
+    on one core only; so it computes the searches of other frameworks.
     """
     if call.fw.name == "numpy" or call.fw.device_block_numbers(call.query) is not None:
         return False
     if scores.has_user_code(call.score):
         return True
-    if call.fw.name != "torch" or call.rule is not None:
+    if call.fw.name != "torch" or _skips_many_blocks(call):
         return False
-    if not (call.score.is_linear or isinstance(call.lowering, str)):
+    is_lowered = not (call.score.is_linear or isinstance(call.lowering, str))
+    if is_lowered and not isinstance(call.score, Additive):
         return False  # dot products in blocks are faster than the score itself
     learns = call.fw.needs_gradient(tree.array_leaves(call.fw, call))
     return learns or not call.weighting.needs_search
+
+
+def _skips_many_blocks(call: Call) -> bool:
+    """Return whether blocks save time under a mask. Values of a mask's arrays do not decide."""
+    if call.rule is None:
+        return False
+    if math.prod(call.lead) * call.n * call.m > MAX_DENSE_MASKED_PAIRS:
+        return True
+    if not call.rule.is_relative:
+        return False
+    tiling = build_tiling(call, *block_size(call))
+    visible = sum(rows.size * span.size for rows, keys in tiling for span in keys)
+    return visible < MIN_DENSE_SHARE * call.n * call.m
 
 
 def is_data_dependent(call: Call) -> bool:
@@ -405,7 +425,7 @@ def load_value(call: Call, cols: Any, live: LiveMask) -> Array:
         if stored
         else fw.slice_span(call.value, cols, -2)
     )
-    return calls.zero_masked_rows(call, value, live)
+    return calls.zero_masked_rows(call, value, live, is_value=True)
 
 
 class BlockPasses:

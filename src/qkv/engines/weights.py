@@ -25,6 +25,9 @@ UPCASTS = True
 MAX_SCORES_PER_BLOCK = 2**20
 """The most numbers in a block: the scores of all heads and the score's intermediate arrays."""
 
+MAX_SCORES_PER_EAGER_BLOCK = 2**22
+"""The same in PyTorch on a CPU, whose operations take long to start and to differentiate."""
+
 MAX_SCORES_PER_DEVICE_BLOCK = 2**23
 """The most numbers in a block on a GPU. Smaller blocks would leave the GPU idle."""
 
@@ -139,7 +142,8 @@ def _query_spans(call: Call) -> list[Span]:
         return [Span(0, call.n)]
     numbers_per_query = max(math.prod(call.lead) * call.m * streaming.numbers_per_pair(call), 1)
     on_device = fw.name == "torch" and call.query.device.type != "cpu"
-    on_cpu = max(MAX_SCORES_PER_BLOCK, fw.eager_block_numbers)
+    eager = MAX_SCORES_PER_EAGER_BLOCK if fw.name == "torch" else fw.eager_block_numbers
+    on_cpu = max(MAX_SCORES_PER_BLOCK, eager)
     block = MAX_SCORES_PER_DEVICE_BLOCK if on_device else on_cpu
     return streaming.split_spans(fw, call.n, max(block // numbers_per_query, 1))
 

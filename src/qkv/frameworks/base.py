@@ -300,6 +300,10 @@ class Framework:
         """Return x with 0 replaced by 1, for use as a divisor."""
         return self.fill_unless(x, x != 0, 1.0)
 
+    def checks_values(self, x: Array) -> bool:
+        """Return whether `is_surely_finite` reads the values of arrays like x."""
+        return not self.has_gradients
+
     def is_surely_finite(self, x: Array) -> bool:
         """Return whether all elements are known to be finite; False if a check would be slow."""
         return False
@@ -489,6 +493,14 @@ class Framework:
 
         None if no graph is traced, or if the graph cannot have opaque nodes. `number` may be an
         array with as many axes as x.
+        """
+        return None
+
+    def untied_top_mask(self, x: Array, k: int) -> Array | None:
+        """Return booleans, True for the k largest of each row; for a row with fewer than k numbers
+        above −∞, all are True.
+
+        None if a row has NaN or a tie for the last place, or if the framework has no fast way.
         """
         return None
 

@@ -187,6 +187,14 @@ class NumPy(Framework):
                 order[at] = candidates[_argsort_descending(x[at][candidates])[:k]]
         return numpy.take_along_axis(x, order, axis=-1), order
 
+    def untied_top_mask(self, x: Array, k: int) -> Array | None:
+        m = x.shape[-1]
+        k = min(k, m)
+        least = numpy.partition(x, m - k, axis=-1)[..., m - k, None]
+        chosen = x >= least
+        is_tied = (numpy.count_nonzero(chosen, -1, keepdims=True) != k) & (least != -math.inf)
+        return None if is_tied.any() or math.isnan(numpy.add.reduce(x, None)) else chosen
+
     def fused_softmax(self, x: Array, live: Array | None) -> Array | None:
         results = self._shifted_exponentials(x, live)
         if results is None:
@@ -335,7 +343,12 @@ class NumPy(Framework):
             return None
         with numpy.errstate(all="ignore"):
             return squares.expand_squares(
-                query, key, needs_exact, numpy.nonzero, numpy.broadcast_to
+                query,
+                key,
+                needs_exact,
+                numpy.nonzero,
+                numpy.broadcast_to,
+                lambda x: numpy.maximum(x, 0, out=x),
             )
 
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:

@@ -20,7 +20,7 @@ MAX_EXACT_SHARE = 1 / 16
 UNIT_BY_BYTES = {4: 2.0**-24, 8: 2.0**-53}
 """Half the distance from 1 to the next number, by the bytes of a float."""
 
-NeedsExact = Callable[[Array, Array], Array | None]
+NeedsExact = Callable[[Array, Any], Array | None]
 """needs_exact(square, error): which pairs must not have that error; None: all may."""
 
 
@@ -30,11 +30,12 @@ def expand_squares(
     needs_exact: NeedsExact,
     find_true: Callable[[Array], tuple[Array, ...]],
     broadcast: Callable[[Array, tuple[int, ...]], Array],
+    clip_at_zero: Callable[[Array], object],
 ) -> Array | None:
     """Return ‖q − k‖² (…, n, m) of NumPy arrays or CPU tensors, or None if that is not precise.
 
     The expanded square ‖q‖² + ‖k‖² − 2 q·k loses digits. `needs_exact` selects pairs whose square
-    is computed from the differences.
+    is computed from the differences. `clip_at_zero` replaces negative numbers in place by 0.
     """
     d = query.shape[-1]
     if d < MIN_EXPANDED_COLUMNS:
@@ -43,11 +44,14 @@ def expand_squares(
     q, k = query - centre, key - centre
     squares = (q * q).sum(-1)[..., :, None], (k * k).sum(-1)[..., None, :]
     # A comparison with NaN is false.
-    if not sum(float(x.max()) for x in squares) <= MAX_EXPANDED_SQUARE:
+    most = sum(float(x.max()) for x in squares)
+    if not most <= MAX_EXPANDED_SQUARE:
         return None
-    norms = squares[0] + squares[1]
-    total: Array = (norms - 2.0 * (q @ k.mT)).clip(min=0.0)
-    exact = needs_exact(total, norms * ((d + 8) * UNIT_BY_BYTES[query.dtype.itemsize]))
+    total: Array = (q * -2.0) @ k.mT  # in place: new memory takes longer than the arithmetic
+    total += squares[0]
+    total += squares[1]
+    clip_at_zero(total)
+    exact = needs_exact(total, most * (d + 8) * UNIT_BY_BYTES[query.dtype.itemsize])
     if exact is None:
         return total
     at = find_true(exact)

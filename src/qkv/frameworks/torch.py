@@ -131,7 +131,9 @@ class DifferenceSums(torch.autograd.Function):
     ) -> Array:
         ctx.power = power
         if needs_exact is not None:
-            square = expand_squares(query, key, needs_exact, _find_true, torch.Tensor.expand)
+            square = expand_squares(
+                query, key, needs_exact, _find_true, torch.Tensor.expand, _clip_at_zero
+            )
             if square is not None:
                 ctx.save_for_backward(query, key)
                 return square
@@ -176,6 +178,10 @@ def _l1_gradient(x: Array, y: Array, gradient: Array, distance: Array) -> Array:
 def _find_true(x: Array) -> tuple[Array, ...]:
     at: tuple[Array, ...] = x.nonzero(as_tuple=True)
     return at
+
+
+def _clip_at_zero(x: Array) -> Array:
+    return x.clamp_(min=0)
 
 
 EXACT_DISTANCES = "donot_use_mm_for_euclid_dist"
@@ -620,8 +626,11 @@ class Torch(Framework):
     def safe_divisor(self, x: Array) -> Array:
         return x.masked_fill(x == 0, 1.0)
 
+    def checks_values(self, x: Array) -> bool:
+        return x.is_cpu and not self.is_traced(x)
+
     def is_surely_finite(self, x: Array) -> bool:
-        return x.is_cpu and not self.is_traced(x) and is_finite(x)
+        return self.checks_values(x) and is_finite(x)
 
     def row_max(self, x: Array) -> Array:
         return torch.amax(x, -1, keepdim=True)
@@ -643,12 +652,24 @@ class Torch(Framework):
             best, at = torch.topk(x, k, -1)
             least = best[..., -1:]
             if not ((x >= least).sum(-1) != k).any():  # no tie and no NaN at rank k
+                if not (best[..., 1:] == best[..., :-1]).any():
+                    return best, at
                 at = at.sort(-1)[0]
                 best = torch.gather(x, -1, at)
                 best, order = torch.sort(best, dim=-1, descending=True, stable=True)
                 return best, torch.gather(at, -1, order)
         best, at = torch.sort(x, dim=-1, descending=True, stable=True)
         return best[..., :k], at[..., :k]
+
+    def untied_top_mask(self, x: Array, k: int) -> Array | None:
+        if not x.is_cpu or self.is_traced(x):
+            return None
+        best = torch.topk(x, min(k, x.shape[-1]), -1)[0]
+        least = best[..., -1:]
+        chosen = x >= least
+        is_tied = ((chosen.sum(-1, keepdim=True) != k) & (least != -math.inf)).any()
+        # NaN counts as the largest number.
+        return None if is_tied or best[..., 0].isnan().any() else chosen
 
     def take_rows(self, x: Array, at: Array) -> Array:
         return torch.take_along_dim(x, at.long(), -2)
@@ -735,7 +756,8 @@ class Torch(Framework):
         return total
 
     def has_sum_differences(self, query: Array) -> bool:
-        return self._has_plain_rows(query, query)
+        # Engines cast 16-bit rows to float32 before they compute a distance.
+        return self._is_plain(query) and query.is_floating_point() and 0 not in query.shape
 
     def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
         if not self._has_plain_rows(query, key):
@@ -749,14 +771,19 @@ class Torch(Framework):
         On a GPU, the gradient of `torch.cdist` accesses illegal memory for many pairs, and a
         selection of pairs would wait for the device.
         """
-        is_plain = type(query) in PLAIN_TYPES and type(key) in PLAIN_TYPES and query.is_cpu
-        if not is_plain or query.dtype not in (torch.float32, torch.float64):
+        if query.dtype not in (torch.float32, torch.float64) or type(key) not in PLAIN_TYPES:
             return False
         if query.dtype != key.dtype or query.device != key.device:
             return False
         if query.shape[-1] != key.shape[-1] or 0 in (*query.shape, *key.shape):
             return False
-        return not (self.is_traced(query) or self.in_functional_transform())
+        return self._is_plain(query)
+
+    def _is_plain(self, x: Array) -> bool:
+        """Return whether x is a plain tensor on a CPU, outside transforms."""
+        if type(x) not in PLAIN_TYPES or not x.is_cpu:
+            return False
+        return not (self.is_traced(x) or self.in_functional_transform())
 
     def hoist_captures(
         self, function: ArrayFunction, *example: Array

@@ -235,7 +235,9 @@ class ArrayMask(Mask):
     def allowed_pairs(self, block: Block) -> Array | None:
         fw = get_framework(self.values)
         part = fw.slice_span(fw.slice_span(self.values, block.rows, -2), block.cols, -1)
-        return part != -float("inf") if self.is_bias else part
+        if not self.is_bias:
+            return part
+        return None if fw.is_surely_finite(part) else part != -float("inf")
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         return self.block_verdicts(rows, [cols], n, m)[0]

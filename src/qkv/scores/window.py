@@ -47,7 +47,7 @@ class Window(Score):
         square = fw.expand_squares(*scaled, self.needs_exact_square)
         return sum_differences(*scaled, 2) if square is None else square
 
-    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+    def needs_exact_square(self, square: Array, error: Any) -> Array | None:
         """Return for which pairs this error of r² is too large for the score; None: for no pair."""
         return None
 
@@ -102,7 +102,7 @@ class CentredWindow(Window):
     window: Any = None
     centre: Array = 0.0
 
-    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+    def needs_exact_square(self, square: Array, error: Any) -> Array | None:
         needed: Array | None = self.window.needs_exact_square(square, error)
         return needed
 
@@ -166,16 +166,17 @@ class Boxcar(Window):
 
     aliases: ClassVar[tuple[str, ...]] = ("uniform", "rectangular", "box")
 
-    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+    def needs_exact_square(self, square: Array, error: Any) -> Array | None:
         return abs(square - 1.0) <= error
 
     def profile(self, square: Array) -> Array:
         fw = get_framework(square)
         square = fw.detach(square)
+        inside = fw.astype(square <= 1, fw.dtype_name(square))
+        if fw.is_surely_finite(square):
+            return inside
         # NaN stays NaN: `square <= 1` would turn it into 0.
-        return fw.xp.where(
-            fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype_name(square))
-        )
+        return fw.xp.where(fw.xp.isnan(square), square, inside)
 
 
 @suggest_keywords
@@ -188,12 +189,14 @@ class Triangular(Window):
     array([[0.75, 0.  ]])
     """
 
-    def needs_exact_square(self, square: Array, error: Array) -> Array | None:
+    def needs_exact_square(self, square: Array, error: Any) -> Array | None:
         # √ turns an error e of r² into e / 2r. With r ≥ 1/8 it is at most 4 e.
         return square < 1.0 / 64
 
     def profile(self, square: Array) -> Array:
         fw = get_framework(square)
+        if not fw.needs_gradient([square]):
+            return 1.0 - fw.xp.sqrt(fw.xp.clip(square, max=1.0))
         # sqrt has no derivative at 0, and none is needed for r > 1.
         inside = fw.xp.logical_and(square > 0, square < 1)
         inside = fw.xp.logical_or(inside, fw.xp.isnan(square))
@@ -213,6 +216,8 @@ class Epanechnikov(Window):
 
     def profile(self, square: Array) -> Array:
         fw, s = get_framework(square), 1.0 - square
+        if not fw.needs_gradient([square]):
+            return fw.xp.clip(s, min=0.0)
         return fw.fill_unless(s, fw.xp.logical_not(s <= 0))
 
 

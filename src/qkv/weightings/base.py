@@ -348,7 +348,7 @@ def pool_by_weights(
     def pool_live(weight: Array, value: Array, *live: Array) -> Array:
         return pool_live_values(weight, value, live[0] if live else weight != 0)
 
-    if not fw.has_gradients and weight.shape[-2] <= weight.shape[-1]:
+    if fw.checks_values(weight) and weight.shape[-2] <= weight.shape[-1]:
         # The sums are fewer than the values, and not finite if a value is not, even with weight 0.
         out = pool_finite(weight, value)
         if fw.is_surely_finite(out):

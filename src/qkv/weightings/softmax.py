@@ -232,6 +232,9 @@ class TopK(ExponentialWeighting):
         fw, limited = get_framework(scores), self
         if not fw.has_unknown_length(scores) and (fw.needs_equal_spans or not fw.is_traced(scores)):
             limited = self.limit_to_keys(scores.shape[-1])
+        chosen = fw.untied_top_mask(fw.detach(fw.fill_unless(scores, live, -INFINITY)), limited.k)
+        if chosen is not None:
+            return chosen if live is None else fw.xp.logical_and(chosen, live)
         row_facts = limited.find_threshold(
             lambda lift, merge, init: lift(fw.detach(scores), live, k)
         )

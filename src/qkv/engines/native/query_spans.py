@@ -25,14 +25,23 @@ MAX_VISIBLE_SHARE = 0.75
 """If the mask allows at least this share of the pairs, one call with the whole mask is used."""
 
 
+PAIRS_PER_CALL = 2**17
+"""Pairs of query and key that the kernel computes while one more call of it starts."""
+
+
 def spans_pay_off(call: Call, tiling: Any) -> bool:
     """Return whether one kernel call per span is faster than one call with the whole mask."""
     mask_arrays = call.rule.list_arrays()  # type: ignore[union-attr]
     lead = max((math.prod(x.shape[:-2]) for x in mask_arrays), default=1)
     if lead * call.n * call.m > MAX_MASK_NUMBERS:
         return True
-    visible = sum(rows.size * span.size for rows, keys in tiling for span in keys)
-    return bool(visible < MAX_VISIBLE_SHARE * call.n * call.m)
+    heads, visible = math.prod(call.lead), 0
+    calls_of_kernel = 0
+    for group in _group_equal_spans(call, tiling):
+        visible += sum(rows.size * span.size for rows, keys in group for span in keys)
+        calls_of_kernel += 1
+    started = calls_of_kernel * PAIRS_PER_CALL
+    return bool(heads * visible + started < MAX_VISIBLE_SHARE * heads * call.n * call.m)
 
 
 def can_trim_keys(call: Call) -> bool:

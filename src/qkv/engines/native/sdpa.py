@@ -17,6 +17,8 @@ from qkv.engines.native.sdpa_kernel import (
     MIN_KEYS_SHOWING_NAN,
     allow_second_derivative,
     as_four_axes,
+    can_cache_mask,
+    fixed_mask,
     kernel_mask,
     run_kernel,
 )
@@ -159,7 +161,10 @@ def run(call: Call, lse_out: list[Array] | None = None) -> Array:
         tiling = query_spans.build_tiling(call) if by_rows else None
         if by_rows and query_spans.spans_pay_off(call, tiling):
             return query_spans.run_spans(call, tiling)
-        mask = kernel_mask(call, calls.make_block(call))
+        if can_cache_mask(call):
+            mask = fixed_mask(call.rule, call.query, call.key)
+        else:
+            mask = kernel_mask(call, calls.make_block(call))
     return run_kernel(call, inputs, mask, is_causal, lse_out)
 
 
@@ -203,7 +208,13 @@ def run_guarded(call: Call) -> Array | None:
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
     """Return SDPA as a function of `attend`'s arguments; None if the arrays need preparation."""
     causal, mask_array = is_plain_causal(call.rule), None
-    if call.rule is not None and not causal:
+    is_cached = not causal and can_cache_mask(call)
+    if is_cached:
+        if call.n > query_spans.QUERIES_PER_SPAN and query_spans.spans_pay_off(
+            call, query_spans.build_tiling(call)
+        ):
+            return None
+    elif call.rule is not None and not causal:
         mask_array = next(iter(call.rule.list_arrays()), None)
         if (
             mask_array is None
@@ -250,6 +261,11 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
 
     if is_unmasked or causal:
         return ThreeArrayRunner(run_checked)
+    if is_cached:
+        rule: Any = call.rule
+        return ThreeArrayRunner(
+            lambda query, key, value: run_checked(query, key, value, fixed_mask(rule, query, key))
+        )
     return lambda query, key, value, score, weighting, mask, seed: run_checked(
         query, key, value, mask
     )

@@ -18,9 +18,11 @@ from qkv.engines.call import Call
 from qkv.engines.native.backends import run_sdpa
 from qkv.engines.native.softmax_dot import effective_scale
 from qkv.errors import EngineError
-from qkv.frameworks import load_framework
+from qkv.frameworks import load_framework, tree
 from qkv.frameworks.torch import MIN_DROPOUT_FOR_16_BITS, distinct_views, draw_survivors
+from qkv.masks.base import CompoundMask
 from qkv.scores import ScaledDot
+from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, Block
 from qkv.weightings import Softmax
 
@@ -276,6 +278,49 @@ def is_kernel_aligned(x: Array) -> bool:
     if x.stride(-1) != 1:
         return False
     return x.is_cpu or load_framework("torch").is_traced(x) or x.data_ptr() % 16 == 0
+
+
+MAX_CACHED_MASK_PAIRS = 2**18
+MAX_CACHED_MASKS = 16
+
+_FIXED_MASKS: dict[tuple[Any, ...], Array] = create_table("engines.fixed_masks")
+"""Float masks of rules without arrays, for the CPU: at most MAX_CACHED_MASKS of 2 MiB."""
+
+
+def can_cache_mask(call: Call) -> bool:
+    """Return whether the whole mask of the call is one of `fixed_mask`."""
+    if call.rule is None or call.bias is not None or call.at is not None:
+        return False
+    if not call.query.is_cpu or call.fw.is_traced(call.query):
+        return False
+    return call.n * call.m <= MAX_CACHED_MASK_PAIRS and _is_fixed(call.rule)
+
+
+def _is_fixed(rule: masks.Mask) -> bool:
+    """Return whether the rule is one of qkv that reads no array and no function."""
+    if isinstance(rule, CompoundMask):
+        return all(map(_is_fixed, rule.operand_masks))
+    if not type(rule).__module__.startswith("qkv."):
+        return False
+    try:
+        return not tree.holds_values(tree.record_signature(load_framework("torch"), rule))
+    except tree.UncacheableError:
+        return False
+
+
+def fixed_mask(rule: masks.Mask, query: Array, key: Array) -> Array:
+    """Return a rule without arrays as numbers (n, m) to add to the scores: 0 or −∞."""
+    signature = (rule, query.shape[-2], key.shape[-2], query.dtype)
+    mask = _FIXED_MASKS.get(signature)
+    if mask is None:
+        with torch.inference_mode(False):  # later calls may need gradients
+            block = calls.make_block(Call(query, key, None, ScaledDot(), Softmax(), rule))
+            live = rule.allowed_pairs(block)
+            mask = torch.zeros(query.shape[-2], key.shape[-2], dtype=query.dtype)
+            mask = mask if live is None else mask.masked_fill(~live, -math.inf)
+        if mask.numel() <= MAX_CACHED_MASK_PAIRS:
+            insert_bounded(_FIXED_MASKS, signature, mask, MAX_CACHED_MASKS)
+    return mask
 
 
 def kernel_mask(call: Call, block: Block) -> Array | None:
