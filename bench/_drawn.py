@@ -17,14 +17,16 @@ SCORES = (
     *("scaled_dot", "dot", "cosine", "gaussian", "laplace", "softcap", "constant", "modified"),
     *("epanechnikov", "triangular", "boxcar", "normalized"),  # the last with its own weighting
     *("learned", "gated", "additive", "scale", "bandwidth", "function"),  # by arrays
+    *("relative", "t5", "alibi", "decay"),  # by distance
+    *("feature map", "linear", "decaying linear"),  # the last two with raw or normalized weights
 )
 WEIGHTINGS = (
     *("softmax", "entmax15", "sparsemax", "entmax13", "topk", "hard", "straight"),
-    *("average", "sigmoid", "raw", "warm", "alpha"),
+    *("average", "sigmoid", "raw", "warm", "alpha", "sink", "entmax sink"),
 )
 RULES = (
     *("none", "none", "causal", "window", "lengths", "bool", "float", "documents", "not"),
-    *("blocks", "custom", "strided", "both"),
+    *("blocks", "custom", "strided", "both", "packed", "packed causal"),
 )
 RETURNS = ("output", "output", "output", "lse", "weights", "weights alone")
 CHOOSY = ("hard", "topk", "straight")
@@ -83,16 +85,26 @@ def draw(random: Random) -> Drawn:
         "scale": ((),),
         "bandwidth": ((),),
         "function": ((w,),),
+        "relative": ((*lead[-1:], 7),),
+        "t5": ((*(lead[-1:] or (1,)), 6),),
+        "alibi": (lead[-1:] or (1,),),
+        "decay": (lead[-1:],),
+        "decaying linear": (lead[-1:],),
     }
     for i, shape in enumerate(shapes.get(score, ())):
         x = make.normal(size=shape) / w**0.5
-        arrays[f"of the score {i}"] = np.abs(x) + 0.5 if score == "bandwidth" else x
+        is_positive = score in ("bandwidth", "decay", "decaying linear")
+        arrays[f"of the score {i}"] = np.abs(x) + 0.5 if is_positive else x
     weighting = "normalized" if score == "normalized" else random.choice(WEIGHTINGS)
+    if score.endswith("linear"):
+        weighting = random.choice(("raw", "normalized"))
     if weighting == "warm":
         arrays["temperature"] = np.abs(make.normal(size=())) + 0.5
     if weighting == "alpha":
         shape = random.choice(((), lead[1:], (n, 1)))
         arrays["alpha"] = make.uniform(1.1, 1.9, size=shape)
+    if weighting.endswith("sink"):
+        arrays["sink"] = make.normal(size=random.choice(((), lead[-1:])))
     rule = random.choice(RULES)
     own = random.choice(((n, m), (1, m), (n, 1), (*lead, n, m)))
     fixed: dict[str, Any] = {}
@@ -106,7 +118,8 @@ def draw(random: Random) -> Drawn:
     if random.random() < 0.15:
         fixed |= {"dropout_p": 0.3, "seed": random.randrange(1000)}
     if random.random() < 0.2:
-        fixed["engine"] = random.choice(("streaming", "dense"))
+        more = ("linear", "linear") if score.endswith("linear") else ()
+        fixed["engine"] = random.choice(("streaming", "dense", *more))
     poisoned = "lengths" in rule and "mask" in fixed and random.random() < 0.5
     if poisoned:  # after the end of every sequence
         arrays["key"][..., int(fixed["mask"].valid.max()) :, :] = np.nan
@@ -150,6 +163,9 @@ def _ruled(rule: str, random: Random, make: Any, lead: Any, n: int, m: int) -> d
         return {"mask": masks.blocks(make.random((-(-n // size), -(-m // size))) > 0.3, size)}
     if rule == "custom":
         return {"mask": masks.custom(lambda b, h, i, j: (i + j + h) % 2 == 0)}
+    if rule.startswith("packed"):
+        cu_q, cu_k = (np.sort([0, *make.integers(0, x + 1, 2), x]) for x in (n, m))
+        return {"mask": masks.packed(cu_q, cu_k, causal="causal" in rule)}
     return {"mask": masks.strided(2)} if rule == "strided" else {}
 
 
@@ -179,6 +195,14 @@ def _score(name: str, given: dict[str, Any]) -> Any:
         "triangular": lambda: scores.Triangular(2.0),
         "boxcar": lambda: scores.Boxcar(2.0),
         "normalized": lambda: scores.Epanechnikov(3.0),
+        "relative": scores.Relative,
+        "t5": lambda table: scores.Relative(scores.T5Bias(table, max_distance=20)),
+        "alibi": lambda slopes: scores.Relative(scores.Alibi(slopes)),
+        "decay": scores.Decay,
+        "feature map": scores.FeatureMap,
+        "linear": scores.FeatureMap,
+        # Larger rates underflow in float32, where all weights of a query are then 0.
+        "decaying linear": lambda rate: scores.Decay(rate * 0.05, scores.FeatureMap("relu")),
     }
     return kinds[name](*held) if name in kinds else name
 
@@ -190,6 +214,8 @@ def _weighting(name: str, given: dict[str, Any]) -> Any:
         "entmax13": lambda: weightings.Entmax(1.3),
         "warm": lambda: weightings.Softmax(given["temperature"]),
         "alpha": lambda: weightings.Entmax(given["alpha"]),
+        "sink": lambda: weightings.Softmax(sink=given["sink"]),
+        "entmax sink": lambda: weightings.Entmax(1.5, sink=given["sink"]),
     }
     return kinds[name]() if name in kinds else name
 

@@ -128,15 +128,21 @@ SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
     "wide epanechnikov": ("+", lambda w, wide: _window(scores.Epanechnikov, w, wide)),
     "laplace": ("", lambda w: scores.Laplace(float(w) ** 0.5)),
     "wide laplace": ("+", lambda w, wide: scores.Laplace(wide * w**0.5)),
+    "relative": ("r", lambda w, table: scores.Relative(table)),
+    "relative alibi": ("s", lambda w, slopes: scores.Relative(scores.Alibi(slopes / 8), "cosine")),
+    "t5": ("r", lambda w, table: scores.Relative(scores.T5Bias(table), _gaussian(w))),
+    "decay": ("s", lambda w, rate: scores.Decay(rate.abs() / 8, "scaled_dot")),
+    "feature map": ("", lambda w: scores.FeatureMap()),
+    "decaying features": ("s", lambda w, rate: scores.Decay(rate.abs() / 8, scores.FeatureMap())),
     "constant": ("", lambda w: "constant"),
     "exact": ("", lambda w: "exact"),
 }  # fmt: skip
 """Scores by name: the kinds of their arrays, and what makes one for rows of w numbers of these."""
-PER_HEAD = "st"
-"""Kinds of arrays that a score_mod indexes by its head."""
+PER_HEAD = "str"
+"""Kinds of arrays with one row or number for each head."""
 WEIGHTINGS = (
     "softmax", "entmax15", "entmax", "sparsemax", "topk", "all of them", "hard", "straight",
-    "average", "sigmoid", "raw", "normalized", "warm",
+    "average", "sigmoid", "raw", "normalized", "warm", "sink",
 )  # fmt: skip
 
 
@@ -185,7 +191,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     score = random.choice(tuple(SCORES))
     few_numbers = random.choice(((), (h, 1, 1))) if h > 1 else ()
     shapes = {"w": (w, w), "g": (w,), "h": (8, w), "v": (8,), "+": few_numbers}
-    shapes |= {"s": (h,), "t": (h, n + m)}
+    shapes |= {"s": (h,), "t": (h, n + m), "r": (h, 15)}
     for i, kind in enumerate(SCORES[score][0]):
         x = normal(*shapes[kind])
         scaled = x if kind in PER_HEAD else x / w**0.5
@@ -194,9 +200,11 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     if weighting == "warm":
         each = random.choice(((), (h, 1, 1) if h > 1 else (), (n, 1)))
         arrays["temperature"] = normal(*each).abs() + 0.5
+    if weighting == "sink":
+        arrays["sink"] = normal(*random.choice(((), (h,))))
     rule = random.choice(
         ("none", "none", "causal", "window", "lengths", "bool", "float", "blocks", "all",
-         "documents", "custom", "pattern")
+         "documents", "custom", "pattern", "packed")
     )  # fmt: skip
     fixed: dict[str, Any] = {}
     own = random.choice(((n, m), (b, 1, 1, m), (h, n, m), (b, h, n, m), (n, 1)))
@@ -217,6 +225,9 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         fixed["mask"] = masks.documents(ids, key_ids) & random.choice(
             (masks.causal, ~masks.strided(2))
         )
+    elif rule == "packed":
+        cu_q, cu_k = (sorted((0, size.randint(0, x), size.randint(0, x), x)) for x in (n, m))
+        fixed["mask"] = masks.packed(cu_q, cu_k, causal=random.choice((False, True)))
     elif rule == "custom":
         fixed["mask"] = masks.custom(_sparse_pattern) & masks.window(200)
     elif rule == "pattern":
@@ -225,7 +236,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         fixed["mask"] = masks.causal("bottom_right") if rule == "causal" else masks.window(5)
     if random.random() < 0.4:
         fixed |= {"dropout_p": 0.3, "seed": random.randrange(1000)}
-    if weighting in ("softmax", "warm", "topk") and random.random() < 0.2:
+    if weighting in ("softmax", "warm", "topk", "sink") and random.random() < 0.2:
         fixed["return_lse"] = True
 
     def how(given: dict[str, Tensor]) -> dict[str, Any]:
@@ -236,6 +247,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
             "straight": weightings.Hard(straight_through=True),
             "entmax": weightings.Entmax(1.2),
             "warm": weightings.Softmax(given.get("temperature", 1.0)),
+            "sink": weightings.Softmax(sink=given.get("sink")),
         }
         taken = {"mask": given["mask"]} if "mask" in given else {}
         if rule == "all":

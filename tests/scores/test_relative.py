@@ -142,6 +142,11 @@ def test_equality_and_copies():
             ShapeError,
             "for 3 heads",
         ),
+        (  # a kernel would read past the end of the table
+            lambda: qkv.attend(QUERY, KEY, VALUE, score=scores.Relative(TABLE[:1])),
+            ShapeError,
+            "for 1 heads",
+        ),
         (
             lambda: qkv.attend(QUERY, KEY, VALUE, score=scores.Relative(lambda x: x)),
             DtypeError,

@@ -283,7 +283,7 @@ class Relative(RelativeScore):
     def check_shapes(self, query: Shape, key: Shape) -> None:
         self.score.check_shapes(query, key)
         heads = self.bias.head_count() if isinstance(self.bias, DistanceBias) else None
-        if heads not in (None, 1) and sizes_differ(heads, query[-3] if len(query) > 2 else 1):
+        if heads is not None and sizes_differ(heads, query[-3] if len(query) > 2 else 1):
             raise ShapeError(
                 f"Relative: the bias is for {heads} heads, but the query has shape {query}, whose "
                 "axis −3 is the heads"
