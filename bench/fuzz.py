@@ -130,7 +130,7 @@ SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
     "wide laplace": ("+", lambda w, wide: scores.Laplace(wide * w**0.5)),
     "relative": ("r", lambda w, table: scores.Relative(table)),
     "relative alibi": ("s", lambda w, slopes: scores.Relative(scores.Alibi(slopes / 8), "cosine")),
-    "t5": ("r", lambda w, table: scores.Relative(scores.T5Bias(table), _gaussian(w))),
+    "t5": ("r", lambda w, table: scores.Relative(scores.T5Bias(table[:, :14]), _gaussian(w))),
     "decay": ("s", lambda w, rate: scores.Decay(rate.abs() / 8, "scaled_dot")),
     "feature map": ("", lambda w: scores.FeatureMap()),
     "decaying features": ("s", lambda w, rate: scores.Decay(rate.abs() / 8, scores.FeatureMap())),
