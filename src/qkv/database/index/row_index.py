@@ -485,6 +485,8 @@ def _load_indexes(
             same = next((group for group in groups if index.has_same_codes(group[0][1])), None)
             if same is None:
                 groups.append(same := [])
+            else:
+                index.mean = same[0][1].mean  # once in memory: the next segment reuses the other
             same.append((file, index))
     for group in groups:
         files, lists = [file for file, _ in group], MergedLists([index for _, index in group])

@@ -320,7 +320,6 @@ class MergedLists:
                     )
             filled += segment.counts
             segment.code = segment.row_of_entry = None
-            segment.mean = first.mean  # an equal array, once in memory
             del codes
         lists.ntotal = self.rows
         return lists
