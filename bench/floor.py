@@ -9,6 +9,9 @@ same framework, and with PyTorch's SDPA where it computes the same. Times are th
 several. With --cuda, FlexAttention and the compiled formula follow in the time that is left;
 --compile does this on the CPU.
 
+On a busy machine, pass --cpu-time and set OMP_NUM_THREADS=1: a thread that waits for another one
+counts as CPU time too.
+
 The ratio is qkv's time over that of the fastest other side: above 1, qkv is slower. The slowest
 calls are printed, and written to results/floor_<framework>.json with a summary. Outputs and
 gradients are compared too.
@@ -17,6 +20,7 @@ gradients are compared too.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -405,6 +409,8 @@ def write_results(name: str, rows: list[Row], summary: Row, table: Sequence[Row]
         "clock": "CPU time, on a busy machine" if CLOCK[0] is time.process_time else "time",
         "complaints": told[:WRITTEN],
     }
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        head["OMP_NUM_THREADS"] = threads
     first = [
         {
             "work": row["work"],
