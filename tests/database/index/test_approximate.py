@@ -13,6 +13,7 @@ import qkv
 from qkv import scores
 from qkv.database.errors import KeyNotFoundError
 from qkv.database.query import executor
+from qkv.errors import CombinationError
 from qkv.weightings import Softmax, TopK
 
 pytest.importorskip("faiss")
@@ -577,3 +578,11 @@ def test_hint(monkeypatch):
         assert "approximate=True" not in D.ask(x[0], **options).hint
     hard = D.ask(x[0], weighting="hard", approximate=True)
     assert hard.rows_read < 5_000 and not hard.hint
+
+
+def test_an_encoder_with_sparse_vectors_names_others():
+    D = qkv.Database({"alpha": 1, "beta": 2}, encoder="text")
+    with pytest.raises(CombinationError, match="such as 'characters' or 'sentences'"):
+        D.index()
+    for name in ("characters", "words"):
+        assert qkv.Database({"alpha": 1, "beta": 2}, encoder=name).index().rows == 2

@@ -41,7 +41,7 @@ def choose_metric(view: TableView, score: ScoreLike | None) -> IndexMetric:
     if view.has_sparse_vectors:
         raise CombinationError(
             "index: the keys have sparse vectors of words, which an index does not cover: choose "
-            "another encoder, such as 'text'"
+            "an encoder without them, such as 'characters' or 'sentences'"
         )
     metric = find_metric(view.resolve_score(score), view._vector_widths[0])
     if isinstance(metric, str):
