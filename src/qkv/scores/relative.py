@@ -198,8 +198,8 @@ class RelativeScore(Score):
         """Return the position of query 0 among the keys."""
         return m - n if self.align == "bottom_right" else 0
 
-    def check_alignment(self) -> None:
-        """Raise an error if `align` is not a name."""
+    def __post_init__(self) -> None:
+        resolve_inner_score(self)
         if self.align not in ALIGNMENTS:
             raise unknown_name_error("align", self.align, ALIGNMENTS)
 
@@ -237,8 +237,7 @@ class Relative(RelativeScore):
     align: str = "top_left"
 
     def __post_init__(self) -> None:
-        resolve_inner_score(self)
-        self.check_alignment()
+        super().__post_init__()
         if is_array(self.bias):
             object.__setattr__(self, "bias", DistanceTable(self.bias))
         elif not callable(self.bias):
@@ -318,8 +317,7 @@ class Decay(RelativeScore):
     align: str = "top_left"
 
     def __post_init__(self) -> None:
-        resolve_inner_score(self)
-        self.check_alignment()
+        super().__post_init__()
         if is_array(self.rate):
             if len(self.rate.shape) > 1:  # type: ignore[union-attr]
                 raise ShapeError(

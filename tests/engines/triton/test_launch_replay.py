@@ -26,7 +26,14 @@ from qkv.engines.triton.additive import (
 )
 from qkv.engines.triton.backward import backward, backward_keys, backward_queries, wide_gradients
 from qkv.engines.triton.forward import forward
-from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile, workspace
+from qkv.engines.triton.launching import (
+    joined_arrays,
+    kernel_call,
+    launch,
+    launch_replay,
+    precompile,
+    workspace,
+)
 from qkv.engines.triton.sparse import best_value, thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import Arrays
@@ -104,7 +111,7 @@ def counted(monkeypatch):
         (additive_features, "_features_grad_kernel"), (backward_keys, "backward_keys_kernel"),
         (backward_queries, "backward_queries_kernel"),
         (norms, "_square_backward_kernel"), (weights, "weights_kernel"),
-        (wide_gradients, "clear_kernel"),
+        (wide_gradients, "clear_kernel"), (joined_arrays, "copy_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     monkeypatch.setattr(launch, "COMPILED_KERNELS", {})
@@ -184,8 +191,16 @@ def build_masked(name, seed, n=20, m=24):
     def is_near(b, h, i, j):
         return (j - i).abs() <= ids[j] + 4
 
+    slopes = torch.rand(2, generator=made)
+
+    def add_scaled_distance(s, b, h, i, j):
+        return s + slopes[h] * table[j - i + n].to(s.dtype)
+
+    own = torch.randint(0, 3, (n,), generator=made).sort()[0]
     relative = scores.Modified(scores.ScaledDot(), add_distance)
     return {
+        "documents of queries": lambda: {"mask": masks.documents(own, ids)},
+        "two tables": lambda: {"score": scores.Modified(scores.ScaledDot(), add_scaled_distance)},
         "boolean": lambda: {"mask": torch.rand(1, 1, 1, m, generator=made) < 0.6},
         "float": lambda: {"mask": torch.randn(2, n, m, generator=made).bfloat16()},
         "lengths": lambda: {"mask": masks.lengths(torch.tensor([m - 3 * seed]))},
@@ -202,7 +217,7 @@ def build_masked(name, seed, n=20, m=24):
 
 MASKED = (
     "boolean", "float", "lengths", "documents", "blocks", "mask_mod", "score_mod", "both",
-    "gaussian",
+    "gaussian", "documents of queries", "two tables",
 )  # fmt: skip
 
 

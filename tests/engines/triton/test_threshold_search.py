@@ -113,7 +113,7 @@ def test_the_weights_of_entmax_sum_to_one(shape, mask, alpha):
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 30.0])
-@pytest.mark.parametrize("alpha", [1.5, 2.0, 1.7])
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 1.7, 1.1])
 def test_rows_that_are_flat_and_rows_that_are_steep(alpha, spread):
     query, key, _ = arrays(n=4, m=200)
     t = entmax_threshold(query, key, alpha, spread)
@@ -180,6 +180,18 @@ def test_scores_of_every_size():
         least, position = topk_threshold(query, key, k, 1.0)
         s = scores_of(query, key, 1.0)
         assert torch.equal(chosen_by(s, least, position), largest(s, k))
+
+
+@pytest.mark.parametrize("k", [4, 9, 30])
+@pytest.mark.parametrize("step", [1, 16])
+def test_the_largest_scores_are_anywhere_or_in_one_column(k, step):
+    """Tiles have 16 keys: the three largest of a column do not hold the k largest of its scores."""
+    key = torch.randn(1, 1, 160, 2, generator=torch.Generator().manual_seed(k)).to(DEVICE)
+    key[:, :, ::step] += 9.0
+    query = torch.tensor([[[[1.0, 0.0], [0.5, 0.5], [-1.0, 0.3]]]], device=DEVICE)
+    least, position = topk_threshold(query, key, k, 1.0)
+    s = scores_of(query, key, 1.0)
+    assert torch.equal(chosen_by(s, least, position), largest(s, k))
 
 
 def test_with_a_bias_that_rules_keys_out():

@@ -31,11 +31,18 @@ from qkv.engines.triton.tile_functions.program import (
 from qkv.engines.triton.tile_functions.records import NARROW_SIZES
 from qkv.engines.triton.tile_functions.score_tile import (
     is_all_finite,
-    is_in_top_k,
+    keep_top_k,
     modify_scores,
     tile_weights,
 )
-from qkv.engines.triton.tile_functions.tiles import INFINITY, LN2, LOG2E, NEG_INFINITY, jit_kernel
+from qkv.engines.triton.tile_functions.tiles import (
+    INFINITY,
+    LAST_POSITION,
+    LN2,
+    LOG2E,
+    NEG_INFINITY,
+    jit_kernel,
+)
 from qkv.util.caches import memoize
 
 
@@ -59,6 +66,9 @@ def pool_tiles(
     # is rare; without stages it compiles faster.
     FLAT: tl.constexpr = F.WIDE and F.TMA and not CAREFUL
     STAGES: tl.constexpr = 1 if CAREFUL else None
+    tied = 0
+    if F.WEIGHTING == "topk":
+        tied = tl.max((rows.row_b != LAST_POSITION).to(tl.int32))
     for t in tl.range(lo, hi, flatten=FLAT, num_stages=STAGES):
         start, j, here, live, extra = load_mask_tile(t, rows, keys, times, z, F, MASKED)
         if F.WEIGHTING == "average":
@@ -74,7 +84,7 @@ def pool_tiles(
                 s = tl.where(live, x, NEG_INFINITY) if RULED else x
                 new = tl.maximum(top, tl.max(s, 1) * factor)
                 base = tl.where(new == NEG_INFINITY, 0.0, new)
-                p = tl.exp2(s * factor - base[:, None])
+                p = tiles.fast_exp2(s * factor - base[:, None], F.FAST)
             else:
                 s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
                 if F.SQUARES:
@@ -85,14 +95,16 @@ def pool_tiles(
                     s = s + extra
                 if F.EXPONENTIAL:
                     if F.WEIGHTING == "topk":
-                        s = tl.where(
-                            is_in_top_k(s, j, rows.row_a, rows.row_b), s * LOG2E, NEG_INFINITY
-                        )
+                        s = keep_top_k(s, j, rows.row_a, rows.row_b, tied)
                     if RULED:
                         s = tl.where(live, s, NEG_INFINITY)
-                    new = tl.maximum(top, tl.max(s, 1))
+                    if F.WEIGHTING == "topk":  # compared in base e, like the thresholds
+                        new = tl.maximum(top, tl.max(s, 1) * LOG2E)
+                        s = s * LOG2E
+                    else:
+                        new = tl.maximum(top, tl.max(s, 1))
                     base = tl.where(new == NEG_INFINITY, 0.0, new)
-                    p = tl.exp2(s - base[:, None])
+                    p = tiles.fast_exp2(s - base[:, None], F.FAST)
                 else:
                     p, _ = tile_weights(
                         s, j, live, 0.0, 1.0, rows.row_a, rows.row_b, scales.alpha, F, RULED

@@ -403,7 +403,7 @@ def _base_constexprs(
         "D": d,
         "BLOCK_D": tile_choice.block_width(d, dtype),
         "WEIGHTING": weighting,
-        "POWER": {2.0: 1, 1.5: 2}.get(alpha, 0) if weighting == "entmax" else 0,
+        "POWER": _power_class(alpha) if weighting == "entmax" else 0,
         "APART": dtype == torch.float32,
         "FAST": dtype != torch.float32 and not launch.is_interpreted(),
         "PRECISION": precision,
@@ -418,6 +418,11 @@ def _base_constexprs(
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,
     }
+
+
+def _power_class(alpha: float) -> int:
+    """Return which formula raises to e = 1/(alpha − 1): 1 for e = 1, 2 for 2, 3 above, else 0."""
+    return {2.0: 1, 1.5: 2}.get(alpha, 3 if alpha < 1.5 else 0)
 
 
 def as_row_major(x: Tensor) -> Tensor:

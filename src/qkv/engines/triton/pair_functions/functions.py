@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.call import Call
+from qkv.engines.triton.launching.joined_arrays import join_flat
 from qkv.engines.triton.pair_functions.expressions import (
     MAX_NUMBERS,
     CapturedTensor,
@@ -214,7 +215,7 @@ def _pack_captured(
         for i, x in some:
             offsets[i] = first
             first += x.numel()
-        packed.append(_join_flat([x for _, x in some]))
+        packed.append(join_flat([x for _, x in some]))
     found = []
     for what, which, axis in numbers:
         if what == "length":
@@ -223,20 +224,6 @@ def _pack_captured(
             found.append(offsets[which] if what == "offset" else which)
     floats, integers = packed
     return CapturedArrays(floats, integers, (*found, *[0] * (MAX_NUMBERS - len(found))))
-
-
-def _join_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensors as one flat tensor of one dtype."""
-    if not tensors:
-        return None
-    flat = [x.reshape(-1) for x in tensors]
-    flat = [x.view(torch.uint8) if x.dtype == torch.bool else x for x in flat]
-    if len(flat) == 1:
-        return flat[0].contiguous()
-    if len({x.dtype for x in flat}) > 1:
-        wide = torch.float32 if flat[0].is_floating_point() else torch.int64
-        flat = [x.to(wide) for x in flat]
-    return torch.cat(flat)
 
 
 def _source_name(source: str) -> str:

@@ -21,19 +21,19 @@ from qkv.engines.triton.launching.torch_operator import register_operator
 from qkv.engines.triton.sparse import support_lists
 from qkv.engines.triton.sparse.support_lists import ROWS_PER_LIST
 from qkv.engines.triton.sparse.threshold_search import (
-    LAST_POSITION,
     best_kernel,
     entmax_kernel,
     score_kernel,
     topk_kernel,
 )
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
+from qkv.engines.triton.tile_functions.tiles import LAST_POSITION
 
 MAX_STORED_BYTES = 2**28
 """The most bytes of scores that a search writes and reads, instead of computing them again."""
 MIN_STORED_KEYS = 512
 """The fewest keys for which writing the scores is worth its launch."""
-MAX_STORED_COLUMNS = 4096
+MAX_STORED_COLUMNS = 1024
 """The most scores of a row that a search of stored scores reads at a time."""
 
 
@@ -42,13 +42,15 @@ def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False
     if by_column:
         return tile_choice.choose_column_tile("search", ROWS_PER_LIST)
     if phase:
-        return Tile(ROWS_PER_LIST, ROWS_PER_LIST, 64, 4, 3, registers=128 if w <= 64 else 168)
+        few = w <= 64 and kernel is not topk_kernel
+        return Tile(ROWS_PER_LIST, ROWS_PER_LIST, 64, 4, 3, registers=128 if few else 168)
     if query.element_size() == 4:
         return Tile(64, 64, 16, 4, 2)
     if w > 128:
         return Tile(128, 64, 64, 8, 2)
     # With 128 registers four programs share a processor (three with 168, for wide entmax).
-    few = w <= 64 or kernel is not entmax_kernel
+    # The three largest scores of each column fill 96 of them.
+    few = kernel is best_kernel or (w <= 64 and kernel is entmax_kernel)
     return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=128 if few else 168)
 
 

@@ -14,7 +14,15 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.tile_functions.tiles import INFINITY, LN2, LOG2E, NEG_INFINITY, jit_kernel
+from qkv.engines.triton.tile_functions.tiles import (
+    INFINITY,
+    LN2,
+    LOG2E,
+    NEG_INFINITY,
+    fast_exp2,
+    fast_log2,
+    jit_kernel,
+)
 
 SavedRows = namedtuple("SavedRows", "along centre kept lines")
 """Inputs of the backward pass per row: ∂L/∂out, the centre, and the two rows of `kept`. With ALONG:
@@ -145,18 +153,39 @@ def is_in_top_k(s, j, least, position):
 
 
 @triton.jit
-def entmax_weights(s, threshold, alpha, POWER: tl.constexpr):
+def keep_top_k(s, j, least, position, tied):
+    """Return the scores that are among the k largest, −∞ for the others.
+
+    `tied` is 0 if all positions are LAST_POSITION. Then one comparison does, which is true for NaN.
+    """
+    if tied > 0:
+        s = tl.where(is_in_top_k(s, j, least, position), s, NEG_INFINITY)
+    else:
+        s = tl.where(s < least, NEG_INFINITY, s)
+    return s
+
+
+@triton.jit
+def entmax_weights(s, threshold, alpha, POWER: tl.constexpr, FAST: tl.constexpr):
     """Return α = r^e and r^(e − 1); r = max(0, (alpha − 1) s − t), e = 1/(alpha − 1)."""
     r = s * (alpha - 1.0) - threshold
     r = tl.maximum(r, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if POWER == 2:
         return r * r, r
-    on = r != 0  # or NaN
     if POWER == 1:
-        return r, tl.where(on, 1.0 + 0.0 * r, 0.0)
-    e = 1.0 / (alpha - 1.0)
-    depth = tl.log2(tl.where(on, r, 1.0))
-    return tl.where(on, tl.exp2(e * depth), 0.0), tl.where(on, tl.exp2((e - 1.0) * depth), 0.0)
+        return r, tl.where(r != 0, 1.0 + 0.0 * r, 0.0)  # or NaN
+    lean = power_of(r, 1.0 / (alpha - 1.0) - 1.0, FAST)
+    return lean * r, lean
+
+
+@triton.jit
+def power_of(r, exponent, FAST: tl.constexpr):
+    """Return r^exponent for r ≥ 0 and an exponent above 0."""
+    if FAST:  # 2^(−∞) = 0
+        return fast_exp2(exponent * fast_log2(r, True), True)
+    else:
+        on = r != 0  # or NaN
+        return tl.where(on, tl.exp2(exponent * tl.log2(tl.where(on, r, 1.0))), 0.0)
 
 
 @triton.jit
@@ -173,7 +202,8 @@ def tile_weights(s, j, live, top, share, row_a, row_b, alpha, F, MASKED: tl.cons
         if MASKED:
             s = tl.where(live, s, NEG_INFINITY)
         # By rounding, a score may exceed the top that another tile shape computed.
-        p = tl.exp2(tl.minimum(s - top, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        below = tl.minimum(s - top, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        p = fast_exp2(below, F.FAST)
         if F.APART:
             p = p * share
         lean = p
@@ -189,7 +219,7 @@ def tile_weights(s, j, live, top, share, row_a, row_b, alpha, F, MASKED: tl.cons
             p = s
         lean = p
         if F.WEIGHTING == "entmax":
-            p, lean = entmax_weights(s, row_a, alpha, F.POWER)
+            p, lean = entmax_weights(s, row_a, alpha, F.POWER, F.FAST)
         if MASKED:
             p = tl.where(live, p, 0.0)
             lean = tl.where(live, lean, 0.0)

@@ -22,6 +22,8 @@ INFINITY = tl.constexpr(float("inf"))
 LOWEST_FLOAT32 = tl.constexpr(-3e38)
 """Nearly the lowest float32, so that adding a score does not make it −∞."""
 PARTIAL_SUM_COLUMNS = tl.constexpr(8)
+LAST_POSITION = tl.constexpr(2**31 - 1)
+"""A position after all others."""
 
 UNSPECIALIZED_NAMES = (
     "n", "m", "rows", "rows_a", "rows_b", "length", "length_out", "lines", "lower", "upper",
@@ -276,6 +278,52 @@ def fold_columns(x):
     return tl.sum(
         tl.reshape(x, (x.shape[0], x.shape[1] // PARTIAL_SUM_COLUMNS, PARTIAL_SUM_COLUMNS)), 1
     )
+
+
+@triton.jit
+def fast_exp2(x, FAST: tl.constexpr):
+    """Return 2ˣ; FAST rounds results below the smallest normal number to 0."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def fast_log2(x, FAST: tl.constexpr):
+    """Return log₂ x; FAST is correct to 22 bits, and takes subnormal numbers for 0."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+EXCESS_PTX = tl.constexpr("""
+{
+    .reg .f32 more;
+    sub.ftz.f32 more, $1, $2;
+    mul.ftz.sat.f32 $0, more, 0f7F61B1E6;
+}
+""")
+
+
+@triton.jit
+def exceeds(x, cut, FAST: tl.constexpr):
+    """Return 1.0 where x > cut, else 0.0.
+
+    FAST multiplies the difference by 3e38 and limits it to 0 … 1. These instructions run twice as
+    fast as a comparison. They take subnormal differences for 0.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            EXCESS_PTX, "=f,f,f", [x, cut], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.where(x > cut, 1.0, 0.0)
 
 
 @triton.jit
