@@ -1,8 +1,8 @@
-"""Draw the pictures of the plots page and of Getting started into docs/pictures.
+"""Draw the pictures of the plots page, of Getting started and of the study into docs/pictures.
 
 Each is small enough for a page.
 
-python tools/pictures.py
+python -m tools.pictures
 """
 
 from __future__ import annotations
@@ -150,8 +150,18 @@ def draw_answer_times() -> None:
     save("answer-times", figure)
 
 
+def draw_recall() -> None:
+    """Draw the figures of docs/recall.md."""
+    from examples.recall import figures, train
+
+    results = figures.Results(train.read_results(figures.RESULTS))
+    for name, figure in figures.draw_all(results).items():
+        save(name, figure, "recall")
+
+
 if __name__ == "__main__":
     draw_answer_times()
+    draw_recall()
     draw_first_pictures()
     model()
     kernels()

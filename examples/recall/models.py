@@ -120,7 +120,7 @@ def build_score(
         score = scores.Cosine(learned)
     if kind.position in ("mixed", "alibi"):
         score = scores.Relative(scores.Alibi(slopes), score, align=align)
-    if kind.weighting == "sigmoid":  # the sum of n weights starts near 1, whatever n is
+    if kind.weighting == "sigmoid":  # the weights of a head without slope sum to about 1 at first
         logs = log_lengths(before, before + query.shape[-2], query)
         score = scores.Modified(score, lambda s, batch, head, i, j: s - logs[i])
     return score
