@@ -101,3 +101,23 @@ def test_a_far_number_beside_a_text():
         assert answer.hint == f"{name} 1000000000000 is far outside the keys, 1990 to 2010"
         assert D.ask(("Rome", 2011)).hint == "" and D.ask(("Rome", 2011)).confidence > 0.9
     assert by_columns.ask({"year": 1e12}).hint == answer.hint.replace("the number", "year")
+
+
+def test_an_answer_in_a_gap_between_the_keys_is_not_sure():
+    days = [datetime.date(2024, 1, 1) + datetime.timedelta(x) for x in (4, 7, 41, 60, 64, 66, 68)]
+    marks = qkv.Database(days, [1.5, 3.5, 1.0, 5.0, 2.0, 4.0, 3.0])
+    answer = marks.ask(datetime.date(2024, 2, 1))
+    assert answer.value == 1.0 and answer.confidence < 0.6  # the nearest key is 10 days away
+    assert marks.ask(days[2]).confidence > 0.9
+
+
+def test_answers_to_numbers_that_say_0_9_are_right():
+    rng = np.random.default_rng(5)
+    right = []
+    for count in (8, 12, 20, 40) * 4:
+        keys, queries = rng.normal(0, 2, count), rng.normal(0, 2, 12)
+        labels = ["abcd"[int(2 + 1.99 * np.sin(1.3 * x))] for x in (*keys, *queries)]
+        answers = qkv.Database(keys.tolist(), labels[:count]).ask(queries.tolist())
+        pairs = zip(answers, labels[count:], strict=True)
+        right += [answer.value == label for answer, label in pairs if answer.confidence >= 0.9]
+    assert len(right) > 20 and np.mean(right) >= 0.8

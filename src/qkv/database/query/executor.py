@@ -27,6 +27,7 @@ from qkv.database.query.far_queries import (
     describe_far_query,
     far_ratio,
     find_number_columns,
+    gap_ratio,
 )
 from qkv.database.query.influence import compute_influence
 from qkv.database.query.number_hint import (
@@ -398,10 +399,20 @@ class LocalBackend(AnswerBackend):
     def is_far(self) -> bool:
         return self.far_ratio > 1
 
+    @property
+    def gap_ratio(self) -> float:
+        """How far the query is from the nearest key; above 1, the confidence is divided by it."""
+        encoder, ratio = self.executor.view.encoder, self.far_ratio
+        if encoder.kind != "numbers" or not ratio:
+            return ratio
+        score = self.executor.view.resolve_score(None)
+        return gap_ratio(encoder, score, self.best_score)  # type: ignore[arg-type]
+
     def confidence_factor(self, rows: list[Row]) -> float:
         if self.executor.missing_value_count and self.executor.missing_value_hint(self.query):
             return 0.0
-        factor = min(1 / self.far_ratio, 1.0) if self.far_ratio else 1.0
+        ratio = self.gap_ratio
+        factor = min(1 / ratio, 1.0) if ratio else 1.0
         if rows and have_different_whole_numbers(self.query, rows[0].key):
             factor *= DIFFERENT_NUMBERS_FACTOR
         return factor

@@ -197,6 +197,23 @@ def far_ratio(encoder: Numbers, score: Gaussian, best_score: float) -> float:
     return distance / limit
 
 
+def gap_ratio(encoder: Numbers, score: Gaussian, best_score: float) -> float:
+    """Return the distance of a query from the nearest key, relative to a usual one.
+
+    Above 1, the nearest key says less about the query. In several columns, the usual distance is
+    r, the distance of neighbours that gives the bandwidth. In one column it is r / 2, because a
+    query between two keys that are r apart is not farther than that from one of them.
+
+    >>> encoder = Numbers().fit([10.0, 20.0, 30.0, 40.0])
+    >>> round(gap_ratio(encoder, encoder.default_score(4), -2.0), 2)  # 2 bandwidths
+    2.0
+    """
+    columns = np.size(encoder.spread or 1.0)
+    usual = 1.0 if columns == 1 else math.sqrt(columns + 3)
+    relative = MIN_FAR_BANDWIDTHS / usual
+    return far_ratio(encoder, score, best_score) * relative
+
+
 def describe_far_query(view: TableView, query: Any, code: EncodedQuery, nearest: Any) -> str:
     """Return a hint about a query that is far from every key; `nearest` is the nearest key.
 
