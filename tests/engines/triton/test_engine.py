@@ -129,6 +129,18 @@ def test_a_score_mod_of_distances_in_16_bits(weighting):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["relative", "modified"])
+def test_the_range_of_a_score_with_a_score_mod_is_checked_in_each_call(kind):
+    """A cached plan once ran a Gaussian with ALiBi in a range where its rewritten form is wrong."""
+    arrays = [torch.randn(1, 2, 5, 8, device=DEVICE) for _ in range(3)]
+    score: Any = scores.Modified("gaussian", lambda s, b, h, i, j: s - (i - j).abs())
+    if kind == "relative":
+        score = scores.Relative(scores.Alibi(torch.ones(2, device=DEVICE)), "gaussian")
+    qkv.attend(*arrays, score=score, engine="triton")
+    with pytest.raises(EngineError, match="bandwidths from the mean key"):
+        qkv.attend(*(300 * x for x in arrays), score=score, engine="triton")
+
+
 @pytest.mark.parametrize("mask", [None, masks.causal, masks.lengths([40, 7]), "bool", "float"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_gaussian_with_few_queries(n, mask):

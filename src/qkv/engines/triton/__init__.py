@@ -199,9 +199,10 @@ def slower_reason(call: Call) -> str | None:
 
 def is_data_dependent(call: Call) -> bool:
     """Return whether array values decide if the score can be lowered; never in 16 bits."""
-    if isinstance(call.score, Additive):
+    score, _ = split_modified(call.score, call.n, call.m)
+    if isinstance(score, Additive):
         return not _is_plain_additive(call)
-    return call.score.needs_range and call.fw.dtype_name(call.query) == "float32"
+    return score.needs_range and call.fw.dtype_name(call.query) == "float32"
 
 
 def describe(call: Call) -> str:
