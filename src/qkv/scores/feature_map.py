@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from qkv.errors import (
 )
 from qkv.frameworks import get_framework, is_array
 from qkv.scores.base import DotProductForm, Score
+from qkv.util.caches import memoize
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
@@ -182,7 +182,7 @@ def draw_directions(width: int, features: int, seed: int) -> np.ndarray[Any, Any
 draw_directions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(maxsize=64)
+@memoize("scores.performer_directions", 64)
 def _draw_directions(width: int, features: int, seed: int) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng(seed)
     blocks = []

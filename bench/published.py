@@ -1,0 +1,298 @@
+"""The attentions of published models on a CUDA device, beside FlexAttention and PyTorch's kernels.
+
+python -m bench.published
+
+ALiBi, T5's buckets and a learned sink, beside FlexAttention with the same function; a packed batch,
+beside PyTorch's kernel for variable lengths; linear attention and decay, beside the chunk formula
+compiled by PyTorch; a paged cache, beside SDPA over the gathered keys. Results agree with the
+equation in float32 (relative error). flash-linear-attention is not measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import qkv
+from bench._clocks import Cpu, Cuda
+from bench._side_by_side import SMALL, Row, compare, save_results, size
+from qkv import masks, nn, scores, weightings
+from qkv.scores import Alibi, T5Bias
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+ROWS = size(4096, 48)
+CHUNK = 64
+Given = tuple[Tensor, ...]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
+
+
+def with_gradients(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+    """Return the gradients of query, key and value; the last array is ∂L/∂out."""
+    arrays = [x.detach().requires_grad_() for x in given[:3]]
+    return list(torch.autograd.grad(function(*arrays), arrays, given[3]))
+
+
+def forward(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    with torch.no_grad():
+        return function(*given[:3])
+
+
+DIRECTIONS = {"forward": forward, "forward + backward": with_gradients}
+
+
+def list_rows(
+    work: str,
+    shape: tuple[int, ...],
+    sides: dict[str, Callable[..., Tensor]],
+    equation: Callable[..., Tensor] | None,
+    goal: tuple[str, float],
+    directions: tuple[str, ...] = tuple(DIRECTIONS),
+) -> Iterator[Row]:
+    """Yield a row for each direction. The goal is (peer, how many times its time is allowed)."""
+    torch.manual_seed(0)
+    given = tuple(draw(*shape) for _ in range(4))
+    for name in directions:
+        run = DIRECTIONS[name]
+
+        def exact(*given: Tensor, run: Any = run) -> list[Tensor]:
+            found = run(equation, *[x.float() for x in given])
+            return found if isinstance(found, list) else [found]
+
+        yield compare(
+            f"{work}, {name}",
+            {side: partial(run, function) for side, function in sides.items()},
+            [given],
+            exact=exact if equation else None,
+            goals={goal[0]: 1 / goal[1]},
+            clock=Cuda() if DEVICE == "cuda" else Cpu(),
+            repeats=15,
+        )
+
+
+def compile_flex(**options: Any) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    if DEVICE == "cpu":  # FlexAttention has no gradient there
+        return lambda *given: flex_attention(*given, **options)
+    return partial(torch.compile(flex_attention, dynamic=False), **options)
+
+
+def alibi_rows() -> Iterator[Row]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    heads = size(16, 2)
+    slopes = scores.alibi_slopes(heads)
+    slopes = torch.as_tensor(slopes, device=DEVICE, dtype=torch.float32)
+    score = scores.Relative(Alibi(slopes))
+    block_mask = create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, ROWS, ROWS, device=DEVICE, _compile=False
+    )
+    flex = compile_flex(
+        score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), block_mask=block_mask
+    )
+    attend = partial(qkv.attend, score=score, mask="causal")
+    yield from list_rows(
+        f"ALiBi, causal, B4 H{heads} n{ROWS} d64",
+        (size(4, 1), heads, ROWS, 64),
+        {"qkv": attend, "flex": flex},
+        partial(attend, engine="dense"),
+        ("flex", 1.0),
+    )
+
+
+def t5_rows() -> Iterator[Row]:
+    heads = size(8, 2)
+    table = torch.randn(heads, 32, device=DEVICE)
+    bias = T5Bias(table)
+    distances = bias.distance_table()
+    reach = bias.max_distance
+    flex = compile_flex(
+        score_mod=lambda s, b, h, i, j: s + distances[h, (j - i).clamp(-reach, reach) + reach],
+        scale=1.0 / 8,
+    )
+    attend = partial(qkv.attend, score=scores.Relative(bias))
+    yield from list_rows(
+        f"T5's buckets, B2 H{heads} n{ROWS} d64",
+        (2, heads, ROWS, 64),
+        {"qkv": attend, "flex": flex},
+        partial(attend, engine="dense"),
+        ("flex", 1.0),
+    )
+
+
+def sink_rows() -> Iterator[Row]:
+    heads = size(16, 2)
+    sink = torch.randn(heads, device=DEVICE)
+    flex = compile_flex(return_lse=True)
+
+    def scale_by_sink(*given: Tensor) -> Tensor:
+        out, lse = flex(*given)
+        return out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
+
+    attend = partial(qkv.attend, weighting=weightings.Softmax(sink=sink))
+    yield from list_rows(
+        f"learned sink, B4 H{heads} n{ROWS} d64",
+        (size(4, 1), heads, ROWS, 64),
+        {"qkv": attend, "flex": scale_by_sink},
+        partial(attend, engine="dense"),
+        ("flex", 1.0),
+    )
+
+
+def packed_rows() -> Iterator[Row]:
+    heads, documents, total = size(16, 2), size(64, 3), size(32_768, 60)
+    cuts = torch.randperm(total - 1, generator=torch.Generator().manual_seed(0))[: documents - 1]
+    bounds = [0, *sorted((cuts + 1).tolist()), total]
+    cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+
+    def run_varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        given = [x[0].transpose(0, 1) for x in (query, key, value)]
+        out = varlen_attn(*given, cu, cu, longest, longest)
+        return out.transpose(0, 1)[None]
+
+    def run_each(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        return torch.cat([sdpa(query[:, :, p], key[:, :, p], value[:, :, p]) for p in parts], 2)
+
+    yield from list_rows(
+        f"packed, {documents} documents, {total} rows, H{heads} d64",
+        (1, heads, total, 64),
+        {
+            "qkv": lambda *given: qkv.attend(*given, mask=masks.packed(cu)),
+            "torch's variable lengths": run_varlen,
+        },
+        run_each,
+        ("torch's variable lengths", 1.1),
+    )
+
+
+def sum_by_chunks(query: Tensor, key: Tensor, value: Tensor, rates: Tensor | None = None) -> Tensor:
+    """Return Σ over earlier keys of (q·k) v, with a decay per row, by chunks, in float32."""
+    n = query.shape[-2]
+    chunks = [
+        x.float().unflatten(2, (n // CHUNK, CHUNK)) for x in (query, key, value)
+    ]  # (B, H, chunks, CHUNK, d)
+    q, k, v = chunks
+    at = torch.arange(CHUNK, device=query.device)
+    gap = (at[:, None] - at[None, :]).float()
+    inside = torch.tril(torch.ones_like(gap))
+    late, early, whole = (torch.ones(1, device=query.device) for _ in range(3))
+    if rates is not None:
+        rate = rates[:, None, None, None]
+        inside = inside * torch.exp(-rate * gap.clamp(min=0))
+        late = torch.exp(-rate * (at + 1.0)[:, None])
+        early = torch.exp(-rate * (CHUNK - 1.0 - at)[:, None])
+        whole = torch.exp(-rates * CHUNK)[:, None, None]
+    sums = (k * early).mT @ v
+    state, states = torch.zeros_like(sums[:, :, 0]), []
+    for i in range(n // CHUNK):
+        states.append(state)
+        state = state * whole + sums[:, :, i]
+    out = (q @ k.mT * inside) @ v + (q * late) @ torch.stack(states, 2)
+    return out.flatten(2, 3).to(query.dtype)
+
+
+def positive(x: Tensor) -> Tensor:
+    return torch.nn.functional.elu(x) + 1
+
+
+def linear_rows() -> Iterator[Row]:
+    heads, n = size(16, 2), size(16_384, 128)
+    attend = partial(
+        qkv.attend, score=scores.FeatureMap(positive), weighting="normalized", mask="causal"
+    )
+
+    def by_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ones = torch.ones_like(value[..., :1])
+        mapped = positive(query), positive(key)
+        out = sum_by_chunks(*mapped, torch.cat([value, ones], -1).float())
+        return (out[..., :-1] / out[..., -1:]).to(value.dtype)
+
+    yield from list_rows(
+        f"linear attention, causal, B{size(4, 1)} H{heads} n{n} d64",
+        (size(4, 1), heads, n, 64),
+        {
+            "qkv": attend,
+            "chunks": by_chunks,
+            "SDPA": partial(sdpa, is_causal=True),
+        },
+        by_chunks,
+        ("chunks", 1.0),
+    )
+
+
+def decay_rows() -> Iterator[Row]:
+    heads, n = size(16, 2), size(4096, 128)
+    rates = torch.linspace(0.002, 0.1, heads, device=DEVICE)
+    attend = partial(qkv.attend, score=scores.Decay(rates, "dot"), weighting="raw", mask="causal")
+    by_chunks = partial(sum_by_chunks, rates=rates)
+    yield from list_rows(
+        f"decay, causal, B{size(4, 1)} H{heads} n{n} d64",
+        (size(4, 1), heads, n, 64),
+        {"qkv": attend, "chunks": by_chunks},
+        by_chunks,
+        ("chunks", 1.0),
+    )
+
+
+def paged_rows() -> Iterator[Row]:
+    batch, heads, key_heads, n = size(64, 2), size(32, 4), size(8, 2), size(4096, 40)
+    torch.manual_seed(0)
+    key, value = (draw(batch, key_heads, n, 128) for _ in range(2))
+    cache = nn.PagedCache(block=256, pages=batch * -(-n // 256))
+    sequences = [cache.add_sequence() for _ in range(batch)]
+    cache.append_rows(sequences, key, value)
+    query = draw(batch, heads, 1, 128)
+
+    def run_paged(query: Tensor) -> Tensor:
+        with torch.no_grad():
+            return cache.attend(query, sequences)
+
+    def run_sdpa(query: Tensor) -> Tensor:
+        with torch.no_grad():
+            return sdpa(query, key, value, enable_gqa=True)
+
+    def exact(query: Tensor) -> list[Tensor]:
+        return [sdpa(query.float(), key.float(), value.float(), enable_gqa=True)]
+
+    yield compare(
+        f"paged decode, B{batch}, {heads} / {key_heads} heads, {n} keys, d128",
+        {"qkv": run_paged, "SDPA": run_sdpa},
+        [(query,)],
+        exact=exact,
+        goals={"SDPA": 1 / 1.15},
+        clock=Cuda() if DEVICE == "cuda" else Cpu(),
+        repeats=15,
+    )
+
+
+def rows() -> Iterator[Row]:
+    for part in (
+        packed_rows, linear_rows, decay_rows, paged_rows, sink_rows, alibi_rows, t5_rows,
+    ):  # fmt: skip
+        try:
+            yield from part()
+        except Exception as error:
+            print(f"{part.__name__}: {type(error).__name__}: {str(error)[:300]}")
+
+
+if __name__ == "__main__":
+    if DEVICE == "cuda" or SMALL:
+        save_results("published_cuda", rows())
+    else:
+        sys.exit("bench.published needs a CUDA device, which torch does not find")
