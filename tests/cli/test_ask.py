@@ -115,6 +115,8 @@ class TestAsk:
         result = qkv("ask", table, "Emma", "-k", "year")
         assert result.exit_code == 2
         assert result.stderr == "qkv: the query must be a number, as the column is, not 'Emma'\n"
+        comma = qkv("ask", table, "1815,5", "-k", "year")
+        assert comma.stderr.endswith("as the column is, not '1815,5': write 1815.5\n")
 
     def test_a_key_of_two_columns(self, table: Path) -> None:
         command = ["ask", table, "-k", "author", "-k", "year", "-v", "title", "-w", "hard"]

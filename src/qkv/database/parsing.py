@@ -94,6 +94,15 @@ def guess_cell(text: str) -> Any:
     return number if number is not None and str(number) == text else text
 
 
+def is_decimal_comma(text: str) -> bool:
+    """Return whether a text is a number with a decimal comma.
+
+    >>> is_decimal_comma("2,5"), is_decimal_comma("2.5"), is_decimal_comma("2, 5")
+    (True, False, False)
+    """
+    return re.fullmatch(r"\s*[-+]?\d*,\d+\s*", text) is not None
+
+
 def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
     """Parse text as a cell of the same kind as `example`. `what` names the text in messages.
 
@@ -117,7 +126,10 @@ def parse_cell_like(text: str, example: Any, what: str = "the query") -> Any:
         case "number":
             number = parse_number(text)
             if number is None:
-                raise ArgumentError(f"{what} must be a number, as the column is, not {text!r}")
+                advice = f": write {text.replace(',', '.')}" if is_decimal_comma(text) else ""
+                raise ArgumentError(
+                    f"{what} must be a number, as the column is, not {text!r}{advice}"
+                )
             return number
         case "vector":
             import numpy as np

@@ -28,6 +28,8 @@ def test_numbers_of_a_text(text, numbers):
         ("Room 150", "Room", ""),
         ("Room 1" + "x" * MAX_TEXT, "Room 2", ""),
         (250, "Room 150", ""),
+        ("2011-05-03", "03.05.2011", ""),
+        ("2011-05-03", "04.05.2011", "the best key has the number 04.05.2011, the query 2011"),
     ],
 )
 def test_hint(query, key, hint):

@@ -49,6 +49,8 @@ _FOREIGN_SYNTAX_HINTS = (
     (re.compile(r"\bi?like\b", re.I), "for like, write 'part of a text' in column"),
     (re.compile(r"[&|]"), "write and for &, or for |"),
     (re.compile(r"=<|=>"), "write <= and >="),
+    (re.compile(r"\b\d{4}-\d\d?-\d\d?\b"), "write a date in quotes, as '2024-01-31'"),
+    (re.compile(r"\b\d\d?\.\d\d?\.\d{4}\b"), "write a date in quotes, as '2024-01-31'"),
     (re.compile(r"!(?!=)"), "write not for !"),
 )
 """Syntax of other languages, and what to write instead."""
@@ -174,7 +176,11 @@ class _Expression:
             same = line == 2 and source == self.text
             raise self._syntax_error(offset if same else None) from None
         if isinstance(body, ast.Tuple):
-            raise self._syntax_error(None, "combine conditions with and / or, not with a comma")
+            decimal = re.search(r"[<>=]\s*[-+]?(\d+),(\d+)\s*$", self.text)
+            instead = "combine conditions with and / or, not with a comma"
+            if decimal:
+                instead = f"write {decimal[1]}.{decimal[2]}, with a decimal point"
+            raise self._syntax_error(None, instead)
         if body.lineno == 1:
             raise self._syntax_error(None)
         return body

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 NUMBER = re.compile(r"(?<!\w)[-−+]?\d+(?:[.,]\d+)*|\d+")
+DIGITS = re.compile(r"\d+")
 MAX_TEXT = 80
 """Longer texts often have numbers that do not matter."""
 
@@ -24,6 +25,16 @@ def find_numbers(text: str) -> list[str]:
     return [x.replace("−", "-").removeprefix("+") for x in NUMBER.findall(text)]
 
 
+def is_reversed_date(query: str, key: str) -> bool:
+    """Return whether two texts are the same date, with the year first and last.
+
+    >>> is_reversed_date("2011-05-03", "3.5.2011"), is_reversed_date("2011-05-03", "5.3.2011")
+    (True, False)
+    """
+    asked, found = ([int(x) for x in DIGITS.findall(text)] for text in (query, key))
+    return len(asked) == 3 and max(asked) >= 1000 and asked == found[::-1]
+
+
 def different_numbers_hint(query: Any, key: Any) -> str:
     """Return a hint if each of two short texts has a number that the other lacks; else "".
 
@@ -35,6 +46,8 @@ def different_numbers_hint(query: Any, key: Any) -> str:
     if not (
         isinstance(query, str) and isinstance(key, str) and max(len(query), len(key)) <= MAX_TEXT
     ):
+        return ""
+    if is_reversed_date(query, key):
         return ""
     asked, found = find_numbers(query), find_numbers(key)
     only_asked = [x for x in asked if x not in found]
