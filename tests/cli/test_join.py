@@ -116,3 +116,18 @@ def test_databases_are_joined_and_wrong_columns_are_named(
     blank = tmp_path / "blank.csv"
     blank.write_text("item,n\n,1\n")
     assert data("join", blank, prices, "-l", "item", code=1)["matched"] == 0
+
+
+def test_notes_tell_unsure_matches_and_repeated_keys(tmp_path: Path) -> None:
+    left, right, output = tmp_path / "left.csv", tmp_path / "right.csv", tmp_path / "out.csv"
+    left.write_text("name,n\nAna Silva,1\nQuxly Wirp,2\n")
+    right.write_text("name,city\nAnna Silva,Rome\nAnna Silva,Bonn\nTom Berg,Oslo\nJo Dahl,Bern\n")
+    unsure = "1 of 2 rows have a match below 50 %: --min-weight 0.5 leaves their columns"
+    repeated = "For 1 of 2 rows, more rows of RIGHT have the matched key: a larger --top joins"
+    for more in ((), ("-o", output)):
+        shown = qkv("join", left, right, *more).stderr
+        assert unsure in shown and repeated in shown
+    shown = qkv("join", left, right, "--min-weight", "0.6", "--top", "2").stderr
+    assert unsure not in shown and repeated not in shown
+    shown = qkv("join", left, right, "--where", "city=Paris")
+    assert shown.exit_code == 1 and "No rows match where" in shown.stderr

@@ -60,3 +60,12 @@ def test_a_blank_key_matches_a_key_that_equals_it():
     left, right = qkv.Database({" ": 1, "  ": 2}), qkv.Database({" ": "blank", "tea": "tea"})
     rows = left.join(right, weighting="hard")
     assert [row["value_right"] for row in rows] == ["blank", None]
+
+
+def test_rows_with_the_same_key_count_together():
+    left = qkv.Database({"Ana Silva": 1, "Bob": 2})
+    right = qkv.Database(["Anna Silva", "Anna Silva", "Bob"], ["old", "new", "x"])
+    rows = list(left.join(right, min_weight=0.6))
+    assert [row["value_right"] for row in rows] == ["old", "x"]
+    assert 0.3 < rows[0]["weight"] <= 0.5  # that of the row, as in `ask`
+    assert len(list(left.join(right, min_weight=0.6, top=2))) == 3

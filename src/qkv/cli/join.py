@@ -14,7 +14,7 @@ from qkv.cli.source import close_after, is_store, open_source, pick_columns
 from qkv.errors import format_plural, unknown_name_error
 
 if TYPE_CHECKING:
-    from qkv.database.join import JoinInput
+    from qkv.database.join import JoinCounts, JoinInput
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 MAX_PRINTED_ROWS = 20
@@ -45,7 +45,7 @@ def join(
         float,
         options.make_option(
             "--min-weight WEIGHT",
-            "Leave the columns of RIGHT empty where the weight of the match is lower.",
+            "Leave the columns of RIGHT empty where the matched key has a lower weight.",
             min=0.0,
             max=1.0,
         ),
@@ -64,7 +64,7 @@ def join(
     Without --output, print the first 20 rows.
     """
     from qkv.database.export.files import write_file
-    from qkv.database.join import join_rows, joined_columns
+    from qkv.database.join import JoinCounts, join_rows, joined_columns
 
     if output is not None:
         files.check_suffix(output, TABLE_SUFFIXES)
@@ -78,12 +78,14 @@ def join(
         condition = arguments.join_conditions(where, right_database.columns) if where else None
         query_options = build_query_options(right, score, weighting, top)
         names = joined_columns(left_input.columns, right_database.columns, top)
+        counts = JoinCounts()
         with terminal.show_progress("joining") as progress:
             joined = join_rows(
                 left_input,
                 right_database,
                 min_weight=min_weight,
                 progress=progress,
+                counts=counts,
                 where=condition,
                 **query_options,
             )
@@ -91,7 +93,12 @@ def join(
                 count = write_file(output, names, joined)
                 line = f"{output}: {format_plural(count, 'row')}"
                 data = {"written": str(output), "rows": count}
-                return Result(data, lambda: terminal.print_line(line))
+
+                def print_written() -> None:
+                    terminal.print_line(line)
+                    _print_counts(counts, left_input.row_count)
+
+                return Result(data, print_written)
             rows = list(joined)
         right_names = dict(
             zip(right_database.columns, names[len(left_input.columns) :], strict=False)
@@ -116,10 +123,27 @@ def join(
             )
         if missing := len(rows) - matched:
             terminal.print_note(f"{missing:,} of {left_input.row_count:,} rows have no match")
+        _print_counts(counts, left_input.row_count)
 
     return Result(
         {"rows": rows, "matched": matched}, print_rows, EXIT_OK if matched else EXIT_NOTHING_FOUND
     )
+
+
+def _print_counts(counts: JoinCounts, row_count: int) -> None:
+    """Say how many matches are unsure, and how many leave out rows with the same key."""
+    if counts.hint:
+        terminal.print_note(counts.hint)
+    if counts.unsure:
+        terminal.print_note(
+            f"{counts.unsure:,} of {row_count:,} rows have a match below 50 %: --min-weight 0.5 "
+            "leaves their columns empty"
+        )
+    if counts.repeated:
+        terminal.print_note(
+            f"For {counts.repeated:,} of {row_count:,} rows, more rows of RIGHT have the matched "
+            "key: a larger --top joins them too"
+        )
 
 
 @contextlib.contextmanager

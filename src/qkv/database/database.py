@@ -635,8 +635,9 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
 
         Each key of this database is a query to `other`, and `options` are those of `other.ask`.
         A row contains the columns of both databases and the weight of the match; a name that both
-        have gets the suffix `_right`. If the key of a row is missing or blank, or if no weight
-        reaches `min_weight`, the columns of `other` are None.
+        have gets the suffix `_right`. If the key of a row is missing or blank, or if no key of
+        `other` has the weight `min_weight`, the columns of `other` are None. Rows with the same
+        key count together.
 
         >>> from qkv import Database
         >>> orders = Database({"chese": 3, "bred": 1})

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from qkv.answer import Answer
+from qkv.answer_backend import SAME_WEIGHT_TOLERANCE, Row
 from qkv.database.interface import RowSource
 from qkv.database.query.arguments import check_top
 from qkv.database.query.inputs import Batch
 from qkv.database.table.cells import is_missing
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import ArgumentError, DtypeError, QkvError
+from qkv.frameworks import is_array
 from qkv.util.types import ProgressCallback
 
 QUERIES_PER_BATCH = 256
 """The number of left rows whose keys are the queries of one call."""
+
+UNSURE_KEY_WEIGHT = 0.5
+"""A match is unsure if its key has less than this weight."""
+
+
+@dataclass
+class JoinCounts:
+    """How many left rows have matches to look at: the matched key is unsure, or has more rows.
+
+    `unsure` counts text keys only: several numbers may be near. `hint` is that of the last left row
+    that no row answers, such as "No rows match" a `where`.
+    """
+
+    unsure: int = 0
+    repeated: int = 0
+    hint: str = ""
 
 
 def joined_columns(left: Iterable[str], right: Iterable[str], top: int) -> list[str]:
@@ -49,13 +71,15 @@ def join_rows(
     top: int = 1,
     min_weight: float = 0.0,
     progress: ProgressCallback | None = None,
+    counts: JoinCounts | None = None,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
     """Yield each row of `left` with its `top` best rows of the database `right`.
 
     The key of the left row is the query, and `options` are those of `right.ask`. A left row is
     yielded once, with None in the columns of `right`, if its key can match nothing or if no
-    weight reaches `min_weight`.
+    key reaches `min_weight`. The weight of a key is that of all its rows together. `counts` is
+    filled meanwhile.
     """
     check_top(top)
     if not isinstance(right, RowSource):
@@ -64,7 +88,8 @@ def join_rows(
         )
     if not isinstance(min_weight, int | float) or not 0 <= min_weight <= 1:
         raise ArgumentError(f"min_weight must be a weight between 0 and 1, not {min_weight!r}")
-    return _join_batches(left, right, top, min_weight, progress, options)
+    counts = JoinCounts() if counts is None else counts
+    return _join_batches(left, right, top, min_weight, progress, counts, options)
 
 
 def _join_batches(
@@ -73,6 +98,7 @@ def _join_batches(
     top: int,
     min_weight: float,
     progress: ProgressCallback | None,
+    counts: JoinCounts,
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     right_columns = list(right.columns)
@@ -82,12 +108,30 @@ def _join_batches(
         keys = [_get_key(row, left.key) for row in batch]
         with_key = [i for i, key in enumerate(keys) if can_match(key, right)]
         answers = (
-            right.ask(Batch(keys[i] for i in with_key), top=top, **options) if with_key else []
+            right.ask(Batch(keys[i] for i in with_key), top=max(top, 2), **options)
+            if with_key
+            else []
         )
-        matches = {i: answer.rows for i, answer in zip(with_key, answers, strict=True)}
+        answer_of = dict(zip(with_key, answers, strict=True))
         for i, row in enumerate(batch):
             cells = [row.get(name) for name in left.columns]
-            matched = [match for match in matches.get(i, []) if match.weight >= min_weight]
+            answer = answer_of.get(i)
+            matched: list[Row] = []
+            if answer is not None and answer.rows:
+                same, key_weight = _rows_of_best_key(answer)
+                matched = [
+                    match
+                    for match in answer.rows[:top]
+                    if (key_weight if any(match is row for row in same) else match.weight)
+                    >= min_weight
+                ]
+                if matched:
+                    same_weight = sum(row.weight for row in same[:top])
+                    counts.repeated += key_weight > same_weight * (1 + SAME_WEIGHT_TOLERANCE)
+                    is_text = answer.is_normalized and isinstance(same[0].key, str)
+                    counts.unsure += is_text and key_weight < UNSURE_KEY_WEIGHT
+            elif answer is not None:
+                counts.hint = answer.hint
             if not matched:
                 yield dict.fromkeys(names) | dict(zip(left.columns, cells, strict=True))
             for rank, match in enumerate(matched, start=1):
@@ -98,6 +142,22 @@ def _join_batches(
         done += len(batch)
         if progress is not None:
             progress(done, left.row_count)
+
+
+def _rows_of_best_key(answer: Answer) -> tuple[list[Row], float]:
+    """Return the rows of an answer that have the best key, and the weight of all such rows."""
+    best = answer.rows[0]
+    same = [row for row in answer.rows if _is_same_key(row.key, best.key)]
+    if len(same) == 1:
+        return same, best.weight
+    try:
+        return same, answer._top_weight  # rows with equal keys have equal weights
+    except QkvError:  # the answer of a server has only its rows
+        return same, sum(row.weight for row in same)
+
+
+def _is_same_key(key: Any, other: Any) -> bool:
+    return bool(np.array_equal(key, other)) if is_array(key) else bool(key == other)
 
 
 def _get_key(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
