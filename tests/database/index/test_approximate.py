@@ -12,6 +12,7 @@ import pytest
 import qkv
 from qkv import scores
 from qkv.database.errors import KeyNotFoundError
+from qkv.database.index import row_index
 from qkv.database.query import executor
 from qkv.errors import CombinationError
 from qkv.weightings import Softmax, TopK
@@ -208,6 +209,25 @@ def test_conditions(databases):
     answer = D.ask(make_queries(1)[0], score=score, where="value >= 5000", approximate=True)
     if answer.recall < 1:
         assert answer.missing_weight[1:] == (0, 1)  # not measured under conditions
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_conditions_that_few_rows_pass(databases, name, monkeypatch):
+    """The vectors of the rows that pass are read, and no codes."""
+    D, _, score = databases[name]
+    monkeypatch.setattr(row_index.RowIndex, "_search_codes", None)
+    options = {"score": score, "where": "value >= 9600", "top": 10}
+    queries = make_queries(20)
+    for weighting in (TopK(10), "softmax"):
+        hits, extra = 0, {"weighting": weighting, "approximate": 0.5}
+        batch = D.ask(queries, **options, **extra)
+        for q, together in zip(queries, batch, strict=True):
+            answer, exact = D.ask(q, **options, **extra), D.ask(q, **options, weighting=weighting)
+            rows = [row.index for row in answer.rows]
+            assert rows == [row.index for row in together.rows] and min(rows) >= 9600
+            assert answer.total == exact.total == 400 and answer.rows_read < 400
+            hits += len(set(rows) & {row.index for row in exact.rows})
+        assert hits >= 0.95 * 10 * len(queries)
 
 
 def test_conditions_that_depend_on_the_keys():

@@ -418,6 +418,25 @@ def test_segments_are_searched_together(tmp_path):
         matches_exact(D, x[700:730])
 
 
+def test_few_rows_of_many_segments_pass(tmp_path, monkeypatch):
+    """Their vectors are read, in all segments and where rows were deleted."""
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    monkeypatch.setattr(row_index, "MAX_READ_ALONE_SHARE", 0.5)
+    monkeypatch.setattr(row_index.RowIndex, "_search_codes", None)
+    options = OPTIONS | {"where": lambda row: row["value"] % 7 == 0}
+    with qkv.open(path) as D:
+        version, hits = D.version, 0
+        D.remove([row["key"] for row in D.rows(count=700)][5:])
+        for q in x[690:720]:
+            answer = D.ask(q, **options)
+            assert all(row.value % 7 == 0 for row in answer.rows) and answer.recall < 1
+            exact = D.ask(q, **options | {"approximate": None})
+            hits += len({x.index for x in exact.rows} & {x.index for x in answer.rows})
+        assert hits >= 0.95 * 30 * 5
+        assert D.at(version).ask(x[7], **options).rows[0].index == 7
+
+
 def test_a_version_without_some_segments(tmp_path):
     path = tmp_path / "s.qkv"
     x = create(path)

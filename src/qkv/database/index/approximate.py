@@ -94,11 +94,17 @@ class SearchPlan:
     min_best_score: float
     has_few_best_rows: bool
 
-    def search(self, queries: np.ndarray, effort: Effort) -> FoundRows:
-        """Search with an effort."""
-        estimates_rest = self.missing_weight is not None
-        options = (self.metric, self.selection, estimates_rest)
-        return self.row_index.search(queries, effort.lists, effort.rows, *options)
+    def search(self, view: TableView, queries: np.ndarray, effort: Effort) -> FoundRows:
+        """Search the rows of the view with an effort."""
+        return self.row_index.search(
+            queries,
+            effort.lists,
+            effort.rows,
+            self.metric,
+            self.selection,
+            self.missing_weight is not None,
+            view.read_key_vectors_at,
+        )
 
     def describe(self, effort: Effort, rows: int, total: int) -> str:
         """Return the text that says how much was read with an effort."""
@@ -269,7 +275,7 @@ def _answer_best_rows(
     if slopes is None:
         return None
     # The length of a query changes no order.
-    found = plan.search(np.ascontiguousarray(code, np.float32), effort).positions
+    found = plan.search(view, np.ascontiguousarray(code, np.float32), effort).positions
     found.sort(axis=1)
     if found[:, 0].min() < 0:
         return None
@@ -294,16 +300,15 @@ def _answer_one_query(
     assert isinstance(weighting, TopK)
     if effort.rows > best_rows.MAX_ROWS_PER_LOOP or query.dtype != np.float32:
         return None
-    index = plan.row_index
-    found = index.find_nearest(query, effort.lists, effort.rows, plan.metric, plan.selection)
-    if found is None:
+    view, metric = executor.view, plan.metric
+    square = float(query[0].dot(query[0]))
+    if not best_rows.MIN_SQUARE < square < best_rows.MAX_SQUARE:
         return None
-    positions = found[0]
+    positions = plan.search(view, query, effort).positions[0]
     positions.sort()
     if positions[0] < 0:
         return None
-    view, metric = executor.view, plan.metric
-    best = best_rows.rank_rows_of_one_query(view, metric, query[0], positions, weighting.k)
+    best = best_rows.rank_rows_of_one_query(view, metric, query[0], square, positions, weighting.k)
     if best is None:
         return None
     shared = _share_fields(executor, plan, len(positions))
@@ -365,7 +370,7 @@ def _answer_batch(
     answers: dict[int, Answer] = {}
     left = np.arange(len(queries))
     for effort in plan.efforts:
-        found = plan.search(plan.metric.prepare_vectors(code[left]), effort)
+        found = plan.search(executor.view, plan.metric.prepare_vectors(code[left]), effort)
         weighed = _weigh_found_rows(executor, plan, code[left], found.positions)
         keeps_weights = len(queries) * effort.rows <= MAX_CACHED_WEIGHTS_PER_BATCH
         too_little = []
@@ -527,7 +532,7 @@ def attend_approximately(
     host = to_numpy(fw.detach(query))
     if not plan.metric.fits_float32(host):
         return None
-    found = plan.search(plan.metric.prepare_vectors(host), plan.efforts[0])
+    found = plan.search(view, plan.metric.prepare_vectors(host), plan.efforts[0])
     for i, candidates in enumerate(map(plan.select_candidates, found.list_positions())):
         if not len(candidates.positions):
             return None

@@ -87,16 +87,18 @@ def score_rows(
 
 
 def rank_rows_of_one_query(
-    view: TableView, metric: IndexMetric, query: np.ndarray, positions: np.ndarray, k: int
+    view: TableView,
+    metric: IndexMetric,
+    query: np.ndarray,
+    square: float,
+    positions: np.ndarray,
+    k: int,
 ) -> BestRowsOfOneQuery | None:
     """Return the k best of the rows at ascending positions (c,) for a query vector (d,).
 
-    Return None if the length of a vector may overflow or underflow. For so few numbers, a call of
-    NumPy takes longer than a loop.
+    `square` is the square of the query's length. Return None if the length of a key may overflow or
+    underflow. For so few numbers, a call of NumPy takes longer than a loop.
     """
-    square = float(query.dot(query))
-    if not MIN_SQUARE < square < MAX_SQUARE:
-        return None
     stored = view.read_key_vectors_at(positions)
     key, slope = stored.astype(query.dtype, copy=False), metric.slope
     if metric.is_distance:

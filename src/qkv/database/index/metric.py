@@ -45,6 +45,22 @@ class IndexMetric(NamedTuple):
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(vectors, np.float32)
 
+    def compare_vectors(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Return the similarity of a prepared query (d,) to each key (c, d), float32.
+
+        >>> IndexMetric("cosine", 1.0).compare_vectors(np.ones(1), np.array([[2.0], [-3.0]]))
+        array([ 1., -1.], dtype=float32)
+        """
+        key = key.astype(np.float32, copy=False)
+        if self.is_distance:
+            offset = key - query
+            return np.asarray(np.vecdot(offset, offset) * -0.5, np.float32)
+        similarity = np.asarray(key @ query, np.float32)
+        if self.name == "cosine":
+            length = np.sqrt(np.vecdot(key, key))
+            similarity /= np.where(length > 0, length, 1)
+        return similarity
+
 
 def find_metric(score: Score, width: int) -> IndexMetric | str:
     """Return the metric for a score of vectors with `width` numbers, or why there is none.

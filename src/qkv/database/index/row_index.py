@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from qkv.database.index.segment_index import MergedLists, SegmentIndex
 from qkv.database.storage.segments import SegmentEntry
 from qkv.database.storage.snapshot import SegmentPart, Snapshot
 from qkv.database.table.row_selection import RowSelection
-from qkv.database.table.view import TableView
+from qkv.database.table.view import MAX_GATHERED_ROWS, TableView
 from qkv.frameworks.stored_rows import RowChunk
 from qkv.util import caches
 from qkv.util.deadline import check_deadline
@@ -29,6 +30,16 @@ MAX_SCORES_PER_SEARCH = 2**24
 
 MAX_QUERIES_PER_CALL = 8
 """For more queries, a product of matrices finds the lists faster than FAISS."""
+
+
+MAX_READ_ALONE_SHARE = 0.05
+"""If at most this share of the rows is allowed, only their vectors are read, not all codes.
+
+FAISS tests every row of a list. For fewer allowed rows, this takes longer than to read vectors.
+"""
+
+ReadKeys = Callable[[np.ndarray], np.ndarray]
+"""Returns the vectors of the keys at some positions (c,), (c, d)."""
 
 
 class FoundRows(NamedTuple):
@@ -52,13 +63,16 @@ class _AllowedRows(NamedTuple):
     """The rows that a search may return: `bits` of each group (None: all), and `counts` (L,).
 
     `log_counts` (L,) are the logarithms of the counts, and `limits` (L,) the largest deviations of
-    as many normal numbers.
+    as many normal numbers. If only the vectors of the allowed rows are read, `positions` (r,) are
+    those of list 0, of list 1, … and `starts` (L + 1,) the place where each list starts.
     """
 
     bits: list[np.ndarray | None]
     counts: np.ndarray
     log_counts: np.ndarray
     limits: np.ndarray
+    positions: np.ndarray | None
+    starts: np.ndarray
 
     @property
     def are_all(self) -> bool:
@@ -228,11 +242,13 @@ class RowIndex:
         metric: IndexMetric,
         selection: RowSelection | None = None,
         estimates_rest: bool = True,
+        read_keys: ReadKeys | None = None,
     ) -> FoundRows:
         """Return up to `count` near rows of each query (n, d), from the `lists` nearest lists.
 
         The queries are prepared for the metric. Only live rows of the selection are returned. If
-        some rows are not, more lists are read, so that they have as many selected rows.
+        some rows are not, more lists are read, so that they have as many selected rows. If few rows
+        are selected, `read_keys` reads the vectors of those in the lists.
         Without `estimates_rest`, `log_rest` is NaN.
         """
         if not estimates_rest and len(queries) <= MAX_QUERIES_PER_CALL:
@@ -242,7 +258,7 @@ class RowIndex:
         step = max(MAX_SCORES_PER_SEARCH // max(self.list_count, 1), 1)
         found = [
             self._search_batch(
-                queries[at : at + step], lists, count, metric, selection, estimates_rest
+                queries[at : at + step], lists, count, metric, selection, estimates_rest, read_keys
             )
             for at in range(0, len(queries), step)
         ]
@@ -258,6 +274,7 @@ class RowIndex:
         metric: IndexMetric,
         selection: RowSelection | None,
         estimates_rest: bool,
+        read_keys: ReadKeys | None,
     ) -> FoundRows:
         check_deadline()
         allowed = self._find_allowed_rows(selection)
@@ -268,8 +285,35 @@ class RowIndex:
             nearest = similarity.argpartition(first, axis=1)[:, first:]
         else:
             nearest, is_read = self._choose_lists(similarity, lists, allowed.counts)
-        closeness = similarity[at, nearest]
+        if allowed.positions is not None and is_read is not None and read_keys is not None:
+            read = self._read_nearest(queries, nearest, is_read, count, metric, allowed, read_keys)
+            positions, nearness = read
+        else:
+            positions, nearness = self._search_codes(
+                queries, nearest, is_read, similarity[at, nearest], count, allowed
+            )
+        log_rest = np.full(len(queries), np.nan)
+        if estimates_rest:
+            log_rest = self._estimate_rest(
+                queries, similarity, nearest, is_read, nearness, metric, allowed
+            )
+        return FoundRows(positions, log_rest)
+
+    def _search_codes(
+        self,
+        queries: np.ndarray,
+        nearest: np.ndarray,
+        is_read: np.ndarray | None,
+        closeness: np.ndarray,
+        count: int,
+        allowed: _AllowedRows,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions and similarities, (n, c), of the nearest rows by their codes.
+
+        They are in the lists `nearest` (n, p), whose means have the similarities `closeness`.
+        """
         numbers = nearest if self.list_count == self.list_numbers else self._numbers[nearest]
+        at = np.arange(len(queries))[:, None]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         for group, bits in zip(self._groups, allowed.bits, strict=True):
             local, lists_of_group = numbers, group.lists.list_count
@@ -286,12 +330,40 @@ class RowIndex:
             positions, nearness = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
             order = (-nearness).argsort(axis=1, kind="stable")[:, :count]
             positions, nearness = positions[at, order], nearness[at, order]
-        log_rest = np.full(len(queries), np.nan)
-        if estimates_rest:
-            log_rest = self._estimate_rest(
-                queries, similarity, nearest, is_read, nearness, metric, allowed
-            )
-        return FoundRows(positions, log_rest)
+        return positions, nearness
+
+    def _read_nearest(
+        self,
+        queries: np.ndarray,
+        nearest: np.ndarray,
+        is_read: np.ndarray,
+        count: int,
+        metric: IndexMetric,
+        allowed: _AllowedRows,
+        read_keys: ReadKeys,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `_search_codes` returns, from the vectors of the allowed rows."""
+        assert allowed.positions is not None
+        positions = np.full((len(queries), count), -1)
+        nearness = np.full((len(queries), count), -np.inf, np.float32)
+        for i, query in enumerate(queries):
+            check_deadline()
+            lists = nearest[i, is_read[i]]
+            # The allowed rows of a list stand side by side.
+            sizes = allowed.counts[lists]
+            ends = sizes.cumsum()
+            shifts = allowed.starts[lists] - ends + sizes
+            rows = allowed.positions[np.arange(ends[-1]) + shifts.repeat(sizes)]
+            rows.sort()  # several segments are read in one pass
+            similarity = np.empty(len(rows), np.float32)
+            for start in range(0, len(rows), MAX_GATHERED_ROWS):
+                some = slice(start, start + MAX_GATHERED_ROWS)
+                similarity[some] = metric.compare_vectors(query, read_keys(rows[some]))
+            last = max(len(rows) - count, 0)
+            best = similarity.argpartition(last)[last:] if last else np.arange(len(rows))
+            best = best[(-similarity[best]).argsort(kind="stable")]
+            positions[i, : len(best)], nearness[i, : len(best)] = rows[best], similarity[best]
+        return positions, nearness
 
     def find_nearest(
         self,
@@ -319,7 +391,7 @@ class RowIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the nearest lists of each query that have as many of the `counts` as `lists`
         lists have rows, (n, p), and a mask (n, p) of those that the query reads."""
-        nearest = np.argsort(-similarity, axis=1, kind="stable")
+        nearest = np.argsort(-similarity, axis=1)
         read = np.cumsum(counts[nearest], axis=1)
         needed = (read < lists * self.rows_per_list).sum(axis=1) + 1
         needed = needed.clip(min(lists, self.list_count), self.list_count)
@@ -408,8 +480,34 @@ class RowIndex:
             total = self._sum_over_parts(counts)[self._numbers]
             log_counts = np.log(np.maximum(total, 1e-300))
             limits = np.sqrt(2 * np.maximum(log_counts, 0))
-            self._allowed = cached = selection, _AllowedRows(bits, total, log_counts, limits)
+            allowed = _AllowedRows(
+                bits, total, log_counts, limits, *self._sort_by_list(selection, total)
+            )
+            self._allowed = cached = selection, allowed
         return cached[1]
+
+    def _sort_by_list(
+        self, selection: RowSelection | None, counts: np.ndarray
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return the positions of the allowed rows, sorted by their lists, and where these start.
+
+        The positions are None if there are too many. `counts` (L,) are the numbers of rows.
+        """
+        starts = np.concatenate([[0], counts.cumsum()])
+        if selection is None or starts[-1] > MAX_READ_ALONE_SHARE * self.total:
+            return None, starts
+        assert selection.mask is not None
+        places = np.full(self.list_numbers, -1)
+        places[self._numbers] = np.arange(self.list_count)
+        positions, lists = list[np.ndarray](), list[np.ndarray]()
+        for part in self.parts:
+            mask = _find_allowed_rows_of_part(part, selection)
+            chosen = selection.mask[part.start : part.start + part.live_count]
+            positions.append(part.start + np.flatnonzero(chosen))
+            assert mask is not None
+            lists.append(places[part.first_list + part.segment_index.read_lists(mask)])
+        order = np.concatenate(lists).argsort(kind="stable")
+        return np.concatenate(positions)[order], starts
 
 
 def log_sum_exp(x: np.ndarray) -> np.ndarray:

@@ -267,6 +267,10 @@ class SegmentIndex:
         """Return the number of marked rows in each list, (L,), for marks (m,) of all rows."""
         return np.bincount(self._list_of_row[is_counted], minlength=self.list_count)
 
+    def read_lists(self, is_read: np.ndarray) -> np.ndarray:
+        """Return the lists (r,) of the marked rows, for marks (m,) of all rows."""
+        return np.asarray(self._list_of_row[is_read], np.int64)
+
 
 class MergedLists:
     """The lists of some segments with the same means and codes, which are searched together.
