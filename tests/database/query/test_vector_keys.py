@@ -146,6 +146,7 @@ def test_forgotten_rows_leave_no_trace_in_the_metric() -> None:
 def test_a_query_far_from_all_directions_gets_a_hint() -> None:
     database = Database(np.eye(4)[:3], ["a", "b", "c"])
     assert "same angle" in database.ask([0.0, 0.0, 0.0, 1.0]).hint
+    assert "zero vector" in database.ask([0.0, 0.0, 0.0, 0.0]).hint
     assert database.ask([1.0, 0.1, 0.0, 0.0]).hint == ""
 
 

@@ -30,6 +30,7 @@ ESTIMATED_SETTINGS = ("metric", "temperature", "bandwidth")
 DIRECTION_HINT = (
     "the query has about the same angle to all keys: use score='gaussian' to compare distances"
 )
+ZERO_HINT = "the query is a zero vector, which has no angle to any key"
 DISTANCE_HINT = (
     "the query has about the same distance to all keys: use score='cosine' to compare directions"
 )
@@ -117,7 +118,9 @@ class Arrays(Encoder):
     def score_hint(self, query: Any, key: Any, flat: bool) -> str:
         if not flat:
             return ""
-        return DISTANCE_HINT if self.metric == "gaussian" else DIRECTION_HINT
+        if self.metric == "gaussian":
+            return DISTANCE_HINT
+        return DIRECTION_HINT if np.any(to_numpy(query)) else ZERO_HINT
 
     def can_read_query(self, query: Any) -> bool:
         return not isinstance(query, str | bytes) and hasattr(query, "__len__")

@@ -142,8 +142,9 @@ def decode_utf8(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         before = data[: error.start].decode()
         raise error_at(
-            f"byte 0x{data[error.start]:02x} is not UTF-8 text: convert the file from its "
-            f"encoding, for example with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
+            f"byte 0x{data[error.start]:02x} is not UTF-8 text: save it as 'CSV UTF-8' in the "
+            "spreadsheet, or convert the file from its encoding, for example with "
+            f"iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
             before,
             len(before),
             file,
