@@ -93,11 +93,19 @@ class TestIndex:
         assert abs(answer["value"] - exact["value"]) < 30
         assert "Rows that were not read" in qkv("ask", store, "12.25", "--approximate=0.1").stdout
         assert "of the ten best rows are found" in qkv("index", store).stdout
+        other = qkv("ask", store, "12.25", "--approximate=0.1", "--score", "cosine:0.1").stdout
+        command = f"`qkv index {store} --score cosine:0.1` replaces it by one for cosine."
+        assert " ".join(other.split()).endswith(
+            "All rows were read, because the index was built for the metric distance: " + command
+        )
         assert "between 0 and 1" in data("ask", store, "1", "--approximate=2", code=2)["error"]
         assert "recall" in data("index", store, "--recall=1.5", code=2)["error"]
         assert data("index", store, "--drop")["removed"] == 1
         assert data("index", store, "--drop")["removed"] == 0
         assert data("ask", store, "12.25", "--approximate=0.1")["value"] == exact["value"]
+        bare = " ".join(qkv("ask", store, "12.25", "--approximate=0.1").stdout.split())
+        assert bare.endswith(f"there is no index: `qkv index {store}` builds it.")
+        assert "All rows were read" not in qkv("ask", store, "12.25").stdout
 
     def test_few_rows(self, store: Path) -> None:
         pytest.importorskip("faiss")

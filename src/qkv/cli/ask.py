@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,8 @@ def ask(
             answer = database.ask(parse_key(database, text), where=condition, **query_options)
             code = 0 if answer.rows else EXIT_NOTHING_FOUND
             data = answer.to_dict() | ({} if answer.mean is None else {"spread": answer.spread})
-            yield Result(data, functools.partial(print_answer, answer), code)
+            text = _index_advice(answer, source, score) if approximate is not None else ""
+            yield Result(data, functools.partial(print_answer, answer, text), code)
 
 
 def get(
@@ -141,8 +143,11 @@ def plot(
     return Result(data, lambda: terminal.print_line(str(output)))
 
 
-def print_answer(answer: Answer) -> None:
-    """Print the value, the heaviest rows with bars, and how concentrated the weight is."""
+def print_answer(answer: Answer, advice: str = "") -> None:
+    """Print the value, the heaviest rows with bars, and how concentrated the weight is.
+
+    `advice` is printed below.
+    """
     from qkv.util.formatting import bar_lengths, format_weight
 
     if not answer.rows:
@@ -182,6 +187,23 @@ def print_answer(answer: Answer) -> None:
         terminal.print_line(answer.hint, "bold")
     if answer.coverage is not None:
         terminal.print_line(answer._coverage_text, "bold" if answer.abstains else "dim")
+    if advice:
+        terminal.print_line(advice, "bold")
+
+
+def _index_advice(answer: Answer, source: str, score: str | None) -> str:
+    """Return which command builds the index that an exact answer lacked, or ""."""
+    reason = answer.engine.partition(", exactly: ")[2]
+    is_other = reason.startswith("the index was built for the metric")
+    is_missing = reason.startswith("there is no index") and Path(source).is_dir()
+    if not is_other and not is_missing:
+        return ""
+    path = "PATH" if is_url(source) else shlex.quote(source)
+    command = f"qkv index {path}" + (f" --score {shlex.quote(score)}" if score else "")
+    wrong, _, metric = reason.partition(", not ")
+    metric = metric.partition(":")[0]
+    why = f"{wrong}: `{command}` replaces it by one for {metric}" if is_other else ""
+    return f"All rows were read, because {why or f'there is no index: `{command}` builds it'}."
 
 
 def build_query_options(

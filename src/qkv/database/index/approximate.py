@@ -174,7 +174,10 @@ def _make_plan(
     if not report.efforts:
         return "the index could not be measured" if report.indexed else NO_PART_MESSAGE
     if report.metric != metric.name:
-        return f"the index was built for the metric {report.metric}, not {metric.name}"
+        return (
+            f"the index was built for the metric {report.metric}, not {metric.name}: pass this "
+            "score to D.index()"
+        )
     scaled = scale_by_temperature(metric, weighting)
     if scaled is None:
         return "an index needs one temperature"
