@@ -33,8 +33,10 @@ MAX_STORED_BYTES = 2**28
 """The most bytes of scores that a search writes and reads, instead of computing them again."""
 MIN_STORED_KEYS = 512
 """The fewest keys for which writing the scores is worth its launch."""
-MAX_STORED_COLUMNS = 1024
+MAX_STORED_COLUMNS = 4096
 """The most scores of a row that a search of stored scores reads at a time."""
+STORED_TILES = 4
+"""Into how many parts such a row is divided at least, so that few threads need wait for another."""
 
 
 def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False) -> Tile:
@@ -139,7 +141,8 @@ def _search_stored(
     query, key = given[:2]
     few = Numbers(1.0, numbers.weighting, numbers.alpha)
     call = KernelCall(*Arrays(query, key, key, pairs=scores), *few)
-    columns = min(max(tile_choice.next_power_of_2(call.m), 16), MAX_STORED_COLUMNS)
+    columns = tile_choice.next_power_of_2(call.m) // STORED_TILES
+    columns = min(max(columns, 16), MAX_STORED_COLUMNS)
     tile = Tile(1, columns, 16, max(columns // 256, 4), 2)
     known = call.constexprs | {
         "ROWS": 1,
