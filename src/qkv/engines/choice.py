@@ -81,12 +81,12 @@ class EngineChoice:
             else None
         )
 
-    def build_masked_runner(self, call: Call) -> Any:
-        """Return a function for calls with a mask or a function that a plan does not hold, or None.
+    def build_replay_runner(self, call: Call) -> Any:
+        """Return a function that replays calls with a mask, a function or a gradient, or None.
 
         It takes query, key, value, score and mask, and a function that builds the call.
         """
-        build = getattr(self.engine, "build_masked_runner", None)
+        build = getattr(self.engine, "build_replay_runner", None)
         return None if build is None or call.wants_weights else build(call)
 
     def add_weights(

@@ -195,14 +195,14 @@ def _build_plan_function(
         and call.bias is None
         and not tree.has_functions(score_signature)
     )
-    masked: Callable[..., Any] | None = None
+    replay: Callable[..., Any] | None = None
     if returns_output and not fw.compiles_calls:
         direct: Callable[..., Any] | ThreeArrayRunner | None = None
         if is_plain:
             direct = choice.build_direct_runner(call)
         if direct is not None:
             return direct
-        masked = choice.build_masked_runner(call)
+        replay = choice.build_replay_runner(call)
     run = choice.build_runner(call)
     # A plan must not hold arrays, since their memory could not be freed.
     call_without_data = tree.map_arrays(fw, fw.without_data, call)
@@ -249,15 +249,15 @@ def _build_plan_function(
             results = run(call)
             return None if results is None else pack_results(call, results)
 
-    def run_masked_plan(
+    def run_replayed_plan(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Any:
         arguments = query, key, value, score, weighting, mask, seed
-        assert masked is not None
-        output = masked(query, key, value, score, mask, lambda: build_later_call(*arguments))
+        assert replay is not None
+        output = replay(query, key, value, score, mask, lambda: build_later_call(*arguments))
         return run_plan(*arguments) if output is None else output
 
-    return run_plan if masked is None else run_masked_plan
+    return run_plan if replay is None else run_replayed_plan
 
 
 def _depends_on_values(call: Call, choice: EngineChoice) -> bool:

@@ -367,12 +367,12 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
     return ThreeArrayRunner(_build_replay(call)) if _has_own_form(call) else None
 
 
-def build_masked_runner(call: Call) -> Callable[..., Array | None] | None:
+def build_replay_runner(call: Call) -> Callable[..., Array | None] | None:
     """Return a function that replays the launches of calls with a mask, a score_mod or a gradient.
 
     It takes query, key, value, score, mask, and a function that builds the call. It returns None if
     the mask or the score holds something that has no signature, that is on another device, or that
-    needs a gradient. `build_masked_runner` returns None if launches never read the arrays as they
+    needs a gradient. `build_replay_runner` returns None if launches never read the arrays as they
     are.
     """
     from qkv.engines.triton.launching import precompile
@@ -389,7 +389,7 @@ def build_masked_runner(call: Call) -> Callable[..., Array | None] | None:
     learns = fw.needs_gradient((call.query, call.key, call.value))
     launch_lists, gradients = LaunchListCache(), GradientReplay()
 
-    def run_masked(
+    def run_or_replay(
         query: Any, key: Any, value: Any, score: Any, mask: Any, build: Callable[[], Call]
     ) -> Array | None:
         more = [mask]
@@ -416,7 +416,7 @@ def build_masked_runner(call: Call) -> Callable[..., Array | None] | None:
         with precompile.compile_together(run_once):
             return launch_lists.replay_or_record(describe_arrays(arrays), run_once, arrays)
 
-    return run_masked
+    return run_or_replay
 
 
 def _can_replay(call: Call, learns: bool = False) -> bool:
