@@ -230,6 +230,23 @@ def test_conditions_that_few_rows_pass(databases, name, monkeypatch):
         assert hits >= 0.95 * 10 * len(queries)
 
 
+def test_recall_with_several_heads():
+    """A query of several columns has another vector than the equal key."""
+    x = make_keys()
+    number = np.arange(float(ROWS))
+    columns = {"x": x.astype(np.float32), "y": number, "value": number}
+    D = qkv.Database.from_columns(columns, key=["x", "y"], value="value")
+    report = D.index()
+    options = {"weighting": TopK(10), "top": 10}
+    hits = 0
+    for i in range(0, ROWS, 500):
+        answer = D.ask((x[i], number[i]), **options, approximate=True)
+        exact = {row.index for row in D.ask((x[i], number[i]), **options).rows}
+        hits += len(exact & {row.index for row in answer.rows})
+    assert hits / 200 >= 0.9
+    assert all(effort.recall < 0.5 for effort in report.efforts[:1])
+
+
 def test_conditions_that_depend_on_the_keys():
     """All rows near the query fail the condition: more lists are read, with the same recall."""
     x = make_keys()

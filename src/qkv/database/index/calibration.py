@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.answer_backend import MissingWeight
+from qkv.database.encoders.base import Encoder
 from qkv.database.index.metric import METRICS, IndexMetric, MetricName
 from qkv.database.index.row_index import RowIndex, open_row_index, read_part_vectors
 from qkv.database.query.calibration import lower_quantile_bound
@@ -219,7 +220,7 @@ def measure_index(
         count = min(QUERIES if rows < MANY_ROWS else QUERIES_OF_MANY_ROWS, rows // 2)
         count = min(count, max(MAX_MEASURED_SCORES // rows, MIN_QUERIES))
         held_out = np.sort(np.random.default_rng(1).choice(rows, count, replace=False))
-        queries = view.read_key_vectors(view.ids[held_out])
+        queries = _encode_keys_as_queries(view, held_out)
     if index.parts and queries is not None:
         prepared, reader = metric.prepare_vectors(queries), _KeyReader(view, metric, rows)
         steps = list(_choose_search_sizes(index))
@@ -253,6 +254,22 @@ def measure_index(
         encoded=view.setting_number("encoded"),
         efforts=tuple(efforts),
     )
+
+
+def _encode_keys_as_queries(view: TableView, positions: np.ndarray) -> np.ndarray:
+    """Return the vectors (n, d) of the keys at these positions, encoded as queries.
+
+    Some encoders give a query another vector than the equal key, such as numbers among the columns
+    of a key, where the inner product contains a squared distance.
+    """
+    if type(view.encoder).encode_query is Encoder.encode_query:
+        return view.read_key_vectors(view.ids[positions])
+    names = view.schema.key
+    cells = [[row[name] for name in names] for row in view.read_rows_at(positions)]
+    keys: Any = [x[0] if len(names) == 1 else tuple(x) for x in cells]
+    if view.schema.key_kind == "vector":
+        keys = np.stack(keys)
+    return np.asarray(view.encode_queries(keys).code)
 
 
 def _choose_search_sizes(index: RowIndex) -> list[tuple[int, int]]:
