@@ -162,6 +162,18 @@ def test_rows_that_are_nearly_alike_come_by_their_weights(tmp_path: Path, where:
         assert [actual.weights[at] for at in order] == weights
 
 
+def test_approximate_is_checked(tmp_path: Path) -> None:
+    """A cluster reads all rows, but its `attend` takes no other numbers than a database."""
+    path = tmp_path / "s.qkv"
+    with qkv.open(path, create=True) as made:
+        made.add(np.eye(4), np.arange(4.0))
+    D = cluster([str(path)], 1)
+    exact = D.attend(np.eye(4), score="cosine")
+    assert np.array_equal(D.attend(np.eye(4), score="cosine", approximate=True), exact)
+    with pytest.raises(qkv.errors.ArgumentError, match="between 0 and 1"):
+        D.attend(np.eye(4), score="cosine", approximate=2)
+
+
 @pytest.mark.parametrize(
     ("score", "weighting"),
     [

@@ -131,6 +131,10 @@ class Cluster(ReadableDatabase[Any, Any]):
             )
 
         tolerance, fw = bound_options["tolerance"], get_framework(code.code)
+        if approximate is not None and approximate is not False:
+            from qkv.database.index.approximate import check_approximate
+
+            check_approximate(approximate, tolerance)
         if tolerance is not None and not fw.needs_gradient(
             [code.code, *tree.array_leaves(fw, (score, weighting))]
         ):
