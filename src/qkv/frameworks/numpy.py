@@ -190,6 +190,8 @@ class NumPy(Framework):
     def untied_top_mask(self, x: Array, k: int) -> Array | None:
         m = x.shape[-1]
         k = min(k, m)
+        if k == 0:
+            return None
         least = numpy.partition(x, m - k, axis=-1)[..., m - k, None]
         chosen = x >= least
         is_tied = (numpy.count_nonzero(chosen, -1, keepdims=True) != k) & (least != -math.inf)

@@ -662,7 +662,7 @@ class Torch(Framework):
         return best[..., :k], at[..., :k]
 
     def untied_top_mask(self, x: Array, k: int) -> Array | None:
-        if not x.is_cpu or self.is_traced(x):
+        if not x.is_cpu or self.is_traced(x) or x.shape[-1] == 0:
             return None
         best = torch.topk(x, min(k, x.shape[-1]), -1)[0]
         least = best[..., -1:]
