@@ -42,7 +42,7 @@ def join_flat(tensors: Sequence[Tensor]) -> Tensor | None:
         return torch.cat([x.to(dtype) for x in flat])
     joined = workspace.allocate_buffer(flat[0], (sum(x.numel() for x in flat),), dtype)
     first = 0
-    for x in flat:
+    for x in filter(Tensor.numel, flat):  # a launch needs at least one program
         programs = triton.cdiv(x.numel(), COPIED_PER_PROGRAM)
         facts = {"BLOCK": COPIED_PER_PROGRAM}
         sizes = (first, x.numel())
