@@ -3,7 +3,8 @@
 The queries are vectors of keys, each without its own row. The weight of the rows that a search does
 not find is estimated from the means of the lists. The ratio of the true to the estimated weight is
 measured for every query. Its 5 % and 95 % quantiles, taken as in split-conformal prediction, give
-an interval that holds for 90 % of new queries like the keys.
+an interval that holds for 90 % of new queries like the keys. If the interval begins at 0, fewer
+queries are below it, so more may be above it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from qkv.answer_backend import MissingWeight
 from qkv.database.encoders.base import Encoder
 from qkv.database.index.metric import METRICS, IndexMetric, MetricName
 from qkv.database.index.row_index import RowIndex, open_row_index, read_part_vectors
-from qkv.database.query.calibration import lower_quantile_bound
 from qkv.database.table.view import TableView
 from qkv.util.deadline import check_deadline
 
@@ -63,6 +63,9 @@ ENOUGH_RECALL, ENOUGH_MISSING = 0.999, 1e-4
 
 SMALLEST_WEIGHT = 1e-6
 """Smaller missing weights count as equal to this one."""
+
+MIN_LOW_END = 1e-5
+"""An interval that would begin at a smaller weight begins at 0."""
 
 MAX_CHANGED_SHARE = 0.1
 """The interval becomes invalid if a larger share of the rows has changed."""
@@ -109,7 +112,7 @@ class Effort:
         low, middle, high = (
             min(max(shifted * math.exp(x) - SMALLEST_WEIGHT, 0.0), 1.0) for x in ratios[1:]
         )
-        return MissingWeight(middle, low, high)
+        return MissingWeight(middle, low if low >= MIN_LOW_END else 0.0, high)
 
 
 @dataclass(frozen=True)
@@ -432,7 +435,6 @@ def _summarize_effort(
     """Return an effort from the results of all queries; its ratios are from those like the keys."""
     recall, missing, _ = results.T
     _, true, estimate = results[is_like_keys].T
-    ratio = np.log(true + SMALLEST_WEIGHT) - np.log(estimate + SMALLEST_WEIGHT)
     order = np.argsort(estimate, kind="stable")
     ranges = max(min(len(order) // MIN_QUERIES, MAX_RANGES), 1)
     parts = np.array_split(order, ranges)
@@ -442,15 +444,39 @@ def _summarize_effort(
         recall=float(recall.mean()),
         missing=float(np.median(missing)),
         missing_90=float(np.quantile(missing, 0.9)),
-        ratios=tuple((float(estimate[x].max()), *_find_quantiles(ratio[x])) for x in parts),
+        ratios=tuple(
+            (float(estimate[x].max()), *_find_quantiles(true[x], estimate[x])) for x in parts
+        ),
     )
 
 
-def _find_quantiles(ratio: np.ndarray) -> tuple[float, float, float]:
+def _find_quantiles(true: np.ndarray, estimate: np.ndarray) -> tuple[float, float, float]:
     """Return the lower end, the median and the upper end of an interval for a new ratio."""
-    tail = (1 - INTERVAL_LEVEL) / 2
-    low, high = lower_quantile_bound(ratio, tail), -lower_quantile_bound(-ratio, tail)
-    return max(low, -MAX_LOG_RATIO), float(np.median(ratio)), min(high, MAX_LOG_RATIO)
+    shifted = estimate + SMALLEST_WEIGHT
+    ratio = np.sort(np.log(true + SMALLEST_WEIGHT) - np.log(shifted))
+    error = 1 - INTERVAL_LEVEL
+    low = max(interpolate_quantile(ratio, error / 2), -MAX_LOG_RATIO)
+    # No weight is below an interval that begins at 0.
+    end = shifted * math.exp(low) - SMALLEST_WEIGHT
+    below = int(((end >= MIN_LOW_END) & (true < end)).sum())
+    share_below = min((below + 1) / (len(ratio) + 1), error / 2) if below else 0.0
+    high = -interpolate_quantile(-ratio[::-1], error - share_below)
+    return low, float(np.median(ratio)), min(high, MAX_LOG_RATIO)
+
+
+def interpolate_quantile(x: np.ndarray, share: float) -> float:
+    """Return a bound such that a new number is below it with about this probability.
+
+    The k-th smallest number of ascending x (n,) has the probability k / (n + 1). Between two of
+    them, the bound is interpolated. Below the first one, it is −∞.
+
+    >>> interpolate_quantile(np.arange(1.0, 20.0), 0.125)
+    2.5
+    """
+    place = share * (len(x) + 1) - 1
+    if place < 0:
+        return -math.inf
+    return float(np.interp(place, np.arange(len(x)), x))
 
 
 def _parse_effort(stored: Any) -> Effort | None:
