@@ -49,7 +49,8 @@ def test_offsets_of_a_framework_stay_there():
     torch = pytest.importorskip("torch")
     offsets = torch.tensor([0, 4, 6], dtype=torch.int32)
     mask = masks.packed(offsets)
-    assert isinstance(mask.query_ids, torch.Tensor) and mask.key_ids.tolist() == [0] * 4 + [1] * 2
+    assert mask.bounds.tolist() == [[0] * 4 + [4] * 2, [4] * 4 + [6] * 2]
+    assert isinstance(mask.query_bounds, torch.Tensor) and mask.query_bounds.dtype == torch.int32
     query = torch.randn(2, 6, 3, requires_grad=True)
     out = qkv.attend(query, query, query, mask=masks.packed(offsets, causal=True))
     want = qkv.attend(query, query, query, mask=masks.documents([0] * 4 + [1] * 2) & masks.causal)
@@ -62,6 +63,7 @@ def test_blocks_of_other_sequences_are_skipped():
     assert mask.block_verdict(span(0, 64), span(128, 64), 128, 256) is False
     assert mask.block_verdict(span(0, 64), span(0, 64), 128, 256) is True
     assert mask.block_verdict(span(0, 64), span(64, 64), 128, 256) is None
+    assert mask.block_verdict(span(64, 64), span(0, 128), 128, 256) is False
     assert mask.key_extent(span(0, 1), 128, 256) == (0, 65)
 
 
@@ -82,5 +84,5 @@ def test_what_is_refused(offsets, error, match):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_wrong_number_of_rows(causal):
-    with pytest.raises(ShapeError, match="must have shape"):
+    with pytest.raises(ShapeError, match="cu_q ends with 3, but there are 40 rows"):
         qkv.attend(QUERY, KEY, VALUE, mask=masks.packed([0, 3], [0, 36], causal=causal))

@@ -4,45 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks import get_framework, is_array
-from qkv.masks.band import causal as causal_mask
 from qkv.masks.base import BlockVerdict, Mask
 from qkv.masks.integers import (
-    check_row_shape,
     copied_to_host,
     host_values,
     per_position,
     to_framework_integers,
     validate_integers,
 )
-from qkv.masks.sequences import documents
 from qkv.util.types import Array, Block, Shape, Span
 
 
 @dataclass(frozen=True, repr=False)
-class LastKeys(Mask):
-    """Query i sees the keys up to last[i], (n,)."""
+class KeySpans(Mask):
+    """Query i sees the keys bounds[0, i] … bounds[1, i] − 1.
 
-    last: Any
-    has_key_axis: ClassVar[bool] = True
+    bounds is (2, n). query_bounds (2, m) holds the queries that see each key in the same way.
+    Neither the starts nor the ends of the spans decrease.
+    """
+
+    bounds: Any
+    query_bounds: Any
 
     def __repr__(self) -> str:
-        return f"last keys of shape {tuple(self.last.shape)}"
+        return f"key spans of {self.bounds.shape[1]} queries"
 
     def allowed_pairs(self, block: Block) -> Array | None:
-        return block.k <= per_position(self.last, block.rows, block)[..., :, None]
+        start, end = (
+            per_position(self.bounds[side], block.rows, block)[..., :, None] for side in (0, 1)
+        )
+        return get_framework(block.k).xp.logical_and(block.k >= start, block.k < end)
 
     def with_arrays_like(self, like: Array) -> Mask:
-        return LastKeys(to_framework_integers(self.last, like))
+        return KeySpans(*(to_framework_integers(x, like) for x in (self.bounds, self.query_bounds)))
 
     def key_extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
-        last = self._host_rows(rows)
-        return (0, m) if last is None else (0, max(min(int(last.max()) + 1, m), 0))
+        host = self._host_rows(rows)
+        return (0, m) if host is None else (int(host[0, 0]), int(host[1, -1]))
 
     def block_verdict(self, rows: Span, cols: Span, n: int, m: int) -> BlockVerdict:
         return self.block_verdicts(rows, [cols], n, m)[0]
@@ -50,22 +54,29 @@ class LastKeys(Mask):
     def block_verdicts(
         self, rows: Span, spans: Sequence[Span], n: int, m: int
     ) -> list[BlockVerdict]:
-        last = self._host_rows(rows)
-        if last is None:
+        host = self._host_rows(rows)
+        if host is None:
             return [None] * len(spans)
-        least, most = int(last.min()), int(last.max())
+        (first, last_start), (first_end, end) = host[:, [0, -1]].tolist()
         return [
-            False if x.start > most else True if x.start + x.size - 1 <= least else None
+            False
+            if x.start >= end or x.start + x.size <= first
+            else (True if last_start <= x.start and x.start + x.size <= first_end else None)
             for x in spans
         ]
 
     def _host_rows(self, rows: Span) -> np.ndarray[Any, Any] | None:
-        host = host_values(self.last)
-        host = None if host is None else host[rows.start : rows.start + rows.size]
+        host = host_values(self.bounds)
+        host = None if host is None else host[:, rows.start : rows.start + rows.size]
         return None if host is None or not host.size else host
 
     def check_shapes(self, lead: Shape, n: int, m: int) -> None:
-        check_row_shape("masks.packed: cu_q", self.last, (), n, n)
+        for name, x, size in (("cu_q", self.bounds, n), ("cu_k", self.query_bounds, m)):
+            have = x.shape[1]
+            if None not in (have, size) and have != size:
+                raise ShapeError(
+                    f"masks.packed: {name} ends with {have}, but there are {size} rows"
+                )
 
 
 def packed(cu_q: Any, cu_k: Any = None, causal: bool = False) -> Mask:
@@ -92,17 +103,13 @@ def packed(cu_q: Any, cu_k: Any = None, causal: bool = False) -> Mask:
             f"masks.packed: cu_q has {len(q)} offsets and cu_k {len(k)}: each sequence needs one "
             "in both"
         )
-    ids = np.arange(len(q) - 1)
-    query_ids, key_ids = (
-        _array_like(x, np.repeat(ids, np.diff(y))) for x, y in ((own, q), (other, k))
-    )
-    mask = documents(query_ids, key_ids)
-    if not causal:
-        return mask
-    if np.array_equal(q, k):
-        return mask & causal_mask
-    last = np.arange(q[-1]) + np.repeat(k[1:] - q[1:], np.diff(q))
-    return mask & LastKeys(_array_like(own, last))
+    start, end = (np.repeat(x, np.diff(q)) for x in (k[:-1], k[1:]))
+    if causal:
+        last = np.arange(q[-1]) + np.repeat(k[1:] - q[1:], np.diff(q))
+        end = np.maximum(np.minimum(end, last + 1), start)
+    keys = np.arange(k[-1])
+    seen = np.searchsorted(end, keys, "right"), np.searchsorted(start, keys, "right")
+    return KeySpans(_array_like(own, np.stack([start, end])), _array_like(other, np.stack(seen)))
 
 
 def _read_offsets(name: str, offsets: Any) -> tuple[Any, np.ndarray[Any, Any]]:

@@ -161,7 +161,8 @@ def _is_plain_additive(call: Call) -> bool:
         return False
     temperature, bounds = call.weighting.temperature, split_mask(call)
     cool = not is_array(temperature) and temperature == 1
-    return bool(cool and not bounds.rules and bounds.layout is None)
+    plain = not bounds.rules and bounds.layout is None and bounds.spans is None
+    return bool(cool and plain)
 
 
 def _mask_too_large_reason(
@@ -174,7 +175,7 @@ def _mask_too_large_reason(
     whole = isinstance(call.score, Gaussian) and is_shift_sensitive(call)  # each query adds to it
     leads = [
         x.values.shape[:-2] if isinstance(x, ArrayMask) and not whole else call.lead
-        for x in bounds.rules
+        for x in (bounds.as_rules() if mask_as_array else bounds).rules
         if mask_as_array or rule_translation_error(call, x) is not None
     ]
     pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
@@ -519,7 +520,7 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
     )
     if not dot or type(call.weighting) is not Softmax or len(call.lead) < 2:
         return None
-    supported_bounds = MaskBounds(upper=bounds.upper, rules=bounds.rules)
+    supported_bounds = MaskBounds(upper=bounds.upper, rules=bounds.rules, spans=bounds.spans)
     if (
         is_array(call.weighting.temperature)
         or bounds != supported_bounds

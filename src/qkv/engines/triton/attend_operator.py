@@ -12,6 +12,8 @@ Query head h uses key head h // (H // Hₖ). key_bias (B, Hₖ, m), gate_query (
 
 - lower ≤ j − i ≤ upper, and j < lengths[batch].
 - layout[i // layout_size, j // layout_size] is not 0.
+- key_spans[0, i] ≤ j < key_spans[1, i]; `query_spans` (2, m) holds the queries of each key. Neither
+  starts nor ends decrease. Both are int32.
 - `pairs` (B or 1, H or 1, n or 1, m or 1) allows it. As uint8, 0 excludes a pair. As floats, it is
   multiplied by `times` and added to the scores; −∞ excludes a pair.
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.triton.distance_arrays import build_distance_form, kernel_form
 from qkv.frameworks import is_array, tree
 from qkv.masks.band import Band
 from qkv.masks.base import AndMask, ArrayMask, Mask
+from qkv.masks.packed_sequences import KeySpans
 from qkv.masks.sequences import Blocks, Lengths
 from qkv.scores import Additive, Cosine, Gated, Gaussian, Modified, RelativeScore, ScaledDot, Score
 from qkv.scores.additive import SeparableAdditive
@@ -70,7 +73,8 @@ def as_aligned_rows(call: Call, x: Any, heads: int) -> Any:
 
 
 class MaskBounds(NamedTuple):
-    """The parts of a mask: lower ≤ j − i ≤ upper, j < lengths, a layout of blocks, other rules.
+    """The parts of a mask: lower ≤ j − i ≤ upper, j < lengths, a layout of blocks, spans of keys,
+    other rules.
 
     Arrays among the other rules are read as one array. The rest is translated to Triton.
     """
@@ -81,6 +85,13 @@ class MaskBounds(NamedTuple):
     layout: Array | None = None
     layout_size: int = 0
     rules: tuple[Mask, ...] = ()
+    spans: KeySpans | None = None
+
+    def as_rules(self) -> MaskBounds:
+        """Return the parts with the spans of keys among the rules."""
+        if self.spans is None:
+            return self
+        return self._replace(rules=(*self.rules, self.spans), spans=None)
 
 
 def split_mask(call: Call) -> MaskBounds:
@@ -95,6 +106,8 @@ def _split_rule(call: Call, rule: Mask) -> MaskBounds:
         one, two = _split_rule(call, rule.one), _split_rule(call, rule.two)
         if one.layout is not None and two.layout is not None:
             two = MaskBounds(rules=(rule.two,))
+        if one.spans is not None and two.spans is not None:
+            two = two.as_rules()
         return _intersect_bounds(one, two)
     if isinstance(rule, Band) and rule.is_relative:
         shift, left, right = rule.offset, rule.left, rule.right
@@ -113,6 +126,15 @@ def _split_rule(call: Call, rule: Mask) -> MaskBounds:
             layout: Any = call.fw.cached_constant(rule.layout, call.query, "bool")
             layout = layout[: -(-call.n // size), : -(-call.m // size)].contiguous()
             return MaskBounds(layout=layout, layout_size=size)
+    if isinstance(rule, KeySpans) and call.at is None:
+        fw = call.fw
+        spans = (
+            fw.cached_constant(x, call.query, "int32")
+            if isinstance(x, np.ndarray)
+            else torch.as_tensor(x, device=device).int().contiguous()
+            for x in (rule.bounds, rule.query_bounds)
+        )
+        return MaskBounds(spans=KeySpans(*spans))
     return MaskBounds(rules=(rule,))
 
 
@@ -268,6 +290,7 @@ def _intersect_bounds(one: MaskBounds, two: MaskBounds) -> MaskBounds:
         one.layout if two.layout is None else two.layout,
         one.layout_size or two.layout_size,
         one.rules + two.rules,
+        two.spans if one.spans is None else one.spans,
     )
 
 
@@ -501,6 +524,8 @@ def build_kernel_arrays(
     from qkv.engines.triton.tile_functions.records import Arrays
 
     bounds, (call, score_mods) = split_mask(call), split_score(call)
+    if mask_as_array:
+        bounds = bounds.as_rules()
     translated = TranslatedCall(array_rules=bounds.rules)
     if not mask_as_array:
         translated = translate_functions(call, bounds, score_mods)
@@ -556,7 +581,7 @@ def build_kernel_arrays(
         as_aligned_rows(call, form.gate_query, heads),
         as_aligned_rows(call, form.gate_key, few),
     )
-    lower, upper, lengths, layout, size, _ = bounds
+    lower, upper, lengths, layout, size, _, spans = bounds
     functions, captured, _ = translated
     pairs: Any = build_mask_array(call, bounds)
     added = pairs is not None and pairs.is_floating_point()
@@ -596,4 +621,6 @@ def build_kernel_arrays(
         call, None if offset is None else divide_by_temperature(offset, temperature), heads
     )
     arrays = arrays._replace(query_terms=terms[0], key_terms=terms[1])
+    if spans is not None:
+        arrays = arrays._replace(key_spans=spans.bounds, query_spans=spans.query_bounds)
     return arrays._replace(caps=as_aligned_rows(call, caps, heads)), numbers, offset

@@ -74,7 +74,7 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
         live = i
         if MASKED:
             here = tl.minimum(near, z.n - 1 - start)
-            live = tiles.live_pairs(i, own.j, own.end, given.layout, z, F)
+            live = tiles.live_pairs(i, own.j, own.end, given.layout, given.key_spans, z, F)
             live = tiles.apply_rule(live, b, h, i, own.j, given, z, F)
         extra = i
         if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):
@@ -301,11 +301,17 @@ def backward_keys_kernel(
         lo, inner_lo, inner_hi, hi = tiles.visible_tiles(
             first, last, -z.upper, -z.lower, z.n, F.ROWS, F.UPPER, F.LOWER
         )
+        if F.SPANS:
+            edges = (lo, inner_lo, inner_hi, hi)
+            last = tl.maximum(last, first)
+            lo, inner_lo, inner_hi, hi = tiles.clip_to_spans(
+                edges, given.query_spans, first, last, z.m, F.ROWS
+            )
         if F.CUT:
             if first >= end:
                 lo = hi
             if first + F.COLS > end:  # no tile is full: all are in the masked loop
-                inner_lo = hi if F.UPPER else lo
+                inner_lo = hi if F.UPPER or F.SPANS else lo
                 inner_hi = inner_lo
     if F.EDGES:
         inner_hi = lo
@@ -338,13 +344,14 @@ def backward_keys_kernel(
                 edges = tiles.clip_to_part(edges, part, z.span)
             lo, inner_lo, inner_hi, hi = edges
         queries = locate_queries(given, back, listing, pair, g, first, steps, z, F)
-        if F.UPPER and not F.TILED and not F.EDGES:
+        if (F.UPPER or F.SPANS) and not F.TILED and not F.EDGES:
             state = accumulate_key_gradients(state, own, queries, call, z, lo, inner_lo, F, True)
         if not F.EDGES:
             state = accumulate_key_gradients(
                 state, own, queries, call, z, inner_lo, inner_hi, F, False
             )
-        if F.LOWER or F.UNEVEN or F.TILED or F.EDGES or (F.CUT and not F.UPPER):
+        ENDS: tl.constexpr = F.LOWER or F.SPANS or F.UNEVEN or F.TILED or F.EDGES
+        if ENDS or (F.CUT and not F.UPPER):
             state = accumulate_key_gradients(state, own, queries, call, z, inner_hi, hi, F, True)
     dk, dv, db, dg = state
     if F.QUICK:

@@ -110,7 +110,7 @@ def backward_mask_kernel(
     if F.ONCE:  # all lanes that share the tile read the same mask
         i = (tile_i * F.ROWS + near_i)[:, None]
         j = (tile_j * F.COLS + near_j)[None, :]
-        inside = tiles.live_pairs(i, j, z.m, given.layout, z, F)
+        inside = tiles.live_pairs(i, j, z.m, given.layout, given.key_spans, z, F)
         there = given.pairs + tl.cast(lane_own // own_heads, tl.int64) * steps.p_b
         there += tl.cast(lane_own % own_heads, tl.int64) * steps.p_h
         there += tile_i * F.ROWS * tl.cast(steps.p_n, tl.int64)
@@ -151,7 +151,7 @@ def backward_mask_kernel(
                 live = live & (j < keys.end)
         else:
             i = (at_i + near_i)[:, None]
-            live = tiles.live_pairs(i, j, keys.end, given.layout, z, F)
+            live = tiles.live_pairs(i, j, keys.end, given.layout, given.key_spans, z, F)
             there = rows.pairs + at_j * tl.cast(steps.p_m, tl.int64)
             read = tl.load(there + offset, mask=live, other=0)
             extra, live = tiles.apply_mask_array(read, live, scales.times, F, True)
@@ -232,7 +232,8 @@ def fill_mask_gradient(
         facts |= {"TMA": False, "PACKED": False}
         facts["QUICK"] = call.float_mask_bytes > 0 and facts["ONCE"] and tile.uses_descriptors
         facts["EDGED"] = (
-            call.constexprs["LOWER"] or call.constexprs["UPPER"] or call.layout is not None
+            call.constexprs["LOWER"] or call.constexprs["UPPER"] or call.constexprs["SPANS"]
+            or call.layout is not None
             or call.n % tile.rows != 0 or call.m % tile.cols != 0
         )  # fmt: skip
         arrays, lines = (along, centre, kept, out), call.b * call.h * call.n

@@ -149,7 +149,7 @@ def backward_queries_kernel(
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, LEAN_COLUMNS), dtype=tl.float32),
     )
-    if F.LOWER and not F.TILED and not F.EDGES:
+    if (F.LOWER or F.SPANS) and not F.TILED and not F.EDGES:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, lo, inner_lo, F, True
         )
@@ -163,7 +163,7 @@ def backward_queries_kernel(
         dq = tl.where(good, dq, 0.0)
         state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lean_keys)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
-    if F.UPPER or F.CUT or F.TILED or F.EDGES or F.QUICK:
+    if F.UPPER or F.SPANS or F.CUT or F.TILED or F.EDGES or F.QUICK:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, inner_hi, hi, F, True
         )

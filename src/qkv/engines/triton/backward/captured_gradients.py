@@ -88,13 +88,17 @@ def captured_gradients_kernel(
             seen = seen & (at_j - at_i - (F.ROWS - 1) <= z.upper)
         if F.LOWER:
             seen = seen & (at_j + (F.COLS - 1) - at_i >= z.lower)
+        if F.SPANS:
+            last_i = tl.minimum(at_i + F.ROWS, z.n) - 1
+            seen = seen & (tl.load(given.key_spans + tl.minimum(at_i, last_i)) < at_j + F.COLS)
+            seen = seen & (tl.load(given.key_spans + (z.n + last_i)) > at_j)
         if seen:
             rows, spot = load_query_tile(given, steps, at_i // F.ROWS, batch * z.heads + head, z, F)
             keys = locate_keys(given, None, 0, steps, spot.batch, spot.shared, z, F)
             here = tl.minimum(near_j, z.m - 1 - at_j)
             i = (at_i + near_i)[:, None]
             j = (at_j + near_j)[None, :]
-            live = tiles.live_pairs(i, j, keys.end, given.layout, z, F)
+            live = tiles.live_pairs(i, j, keys.end, given.layout, given.key_spans, z, F)
             live = tiles.apply_rule(live, rows.b, rows.h, i, j, given, z, F)
             extra = j
             if F.PAIRS:

@@ -157,7 +157,7 @@ def pool_kernel(
     rows, keys, spot, edges, part = begin_row_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     state = empty_state(F, F.BLOCK_D)
-    if F.LOWER and not F.TILED and not F.EDGES:
+    if (F.LOWER or F.SPANS) and not F.TILED and not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
     if not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
@@ -167,7 +167,7 @@ def pool_kernel(
         acc = tl.where(good, acc, 0.0)
         state = (acc, tl.where(good, top, NEG_INFINITY), tl.where(good, total, 0.0))
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
-    if F.UPPER or (F.CUT and not F.ENDED) or F.TILED or F.EDGES or F.QUICK:
+    if F.UPPER or F.SPANS or (F.CUT and not F.ENDED) or F.TILED or F.EDGES or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
@@ -185,7 +185,8 @@ def pool_kernel(
         lines = tl.cast(lanes, tl.int64) * rows_n
         share = finish_rows(top, total, line, spot.inside, lse, kept, lines, F)
     odd = False
-    if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE or F.HAS_RULE:
+    BANDED: tl.constexpr = F.LOWER or F.UPPER or F.CUT or F.SPANS
+    if BANDED or F.LAYOUT or F.PAIRS or F.SPARSE or F.HAS_RULE:
         odd = is_all_finite(acc) == 0
     if odd:
         # An excluded value, multiplied by 0, may have made the sum NaN: repeat with CAREFUL, few
@@ -347,6 +348,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
             if wide and packed:
                 facts["TMA"] = False  # stacked rows are not contiguous
             others = (call.gate_key, call.pairs, call.layout, call.functions, *call.band)
+            others = (*others, call.inputs.key_spans)
             added = call.constexprs["BIAS"] and call.weighting == "softmax"
             if wide and facts["CUT"] and added and all(x is None for x in others):
                 # A bias of −∞ beyond the last key, where TMA loads 0, needs only one loop.

@@ -140,6 +140,7 @@ class KernelCall:
             caps=self.caps, captured_floats=arrays.captured_floats,
             captured_integers=arrays.captured_integers,
             query_terms=arrays.query_terms, key_terms=arrays.key_terms,
+            key_spans=arrays.key_spans, query_spans=arrays.query_spans,
         )  # fmt: skip
         self.functions = numbers.functions
         has_rule = self.functions is not None and self.functions.rule is not None
@@ -159,7 +160,8 @@ class KernelCall:
             self.base_sizes = PairSizes(*self.base_sizes, *self.tile_lists.strides, *known_numbers)
         kind = 0 if self.pairs is None else 1 + self.pairs.is_floating_point()  # `F.PAIRS`
         self.is_masked = has_rule or any(
-            x is not None for x in (lower, upper, self.lengths, layout, self.pairs)
+            x is not None
+            for x in (lower, upper, self.lengths, layout, self.pairs, arrays.key_spans)
         )
         there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
         self.strides = (
@@ -183,6 +185,7 @@ class KernelCall:
         )
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
         own |= {"CAP": numbers.cap, "SQUARES": numbers.adds_squares}
+        own |= {"SPANS": arrays.key_spans is not None}
         self.constexprs = facts | own | _form_constexprs(self.form, self.w)
         if self.constexprs["BY_COLUMN"]:
             self.constexprs["BLOCK_D"] = max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS)
@@ -245,7 +248,7 @@ class KernelCall:
     def choose_tile(self, name: str, rows: int) -> Tile:
         size, banded = (
             self.query.element_size(),
-            self.constexprs["LOWER"] or self.constexprs["UPPER"],
+            any(self.constexprs[name] for name in ("LOWER", "UPPER", "SPANS")),
         )
         if self.constexprs["BY_COLUMN"]:
             return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_column_tile(

@@ -17,7 +17,7 @@ from qkv.masks.band import Band, Dilated, GlobalTokens, Strided
 from qkv.masks.base import AndMask, ArrayMask, Mask, NotMask, OrMask
 from qkv.masks.functions import CustomMask
 from qkv.masks.integers import MAX_POSITION
-from qkv.masks.packed_sequences import LastKeys
+from qkv.masks.packed_sequences import KeySpans
 from qkv.masks.sequences import Blocks, Documents, Lengths
 
 
@@ -91,8 +91,10 @@ class RuleTranslator:
         ids = self._load_ids(rule.query_ids, "q"), self._load_ids(rule.key_ids, "k")
         return self.expressions.compare("==", *ids)
 
-    def _last_keys(self, rule: LastKeys) -> Value:
-        return self.expressions.compare("<=", self.positions["k"], self._load_ids(rule.last, "q"))
+    def _key_spans(self, rule: KeySpans) -> Value:
+        made, bounds, key = self.expressions, self._as_tensor(rule.bounds), self.positions["k"]
+        start, end = (made.load(bounds, [made.constant(x), self.positions["q"]]) for x in (0, 1))
+        return made.logical("&", made.compare(">=", key, start), made.compare("<", key, end))
 
     def _blocks(self, rule: Blocks) -> Value:
         made = self.expressions
@@ -169,7 +171,7 @@ class RuleTranslator:
         GlobalTokens: _global_tokens,
         Lengths: _lengths,
         Documents: _documents,
-        LastKeys: _last_keys,
+        KeySpans: _key_spans,
         Blocks: _blocks,
         ArrayMask: _array,
     }

@@ -45,7 +45,7 @@ def classify_tiles_kernel(given, kinds, scales, steps, z, list_heads, F: tl.cons
     if seen:
         i = (first_i + tl.arange(0, F.ROWS))[:, None]
         j = (first_j + tl.arange(0, F.COLS))[None, :]
-        live = tiles.live_pairs(i, j, end, given.layout, z, F)
+        live = tiles.live_pairs(i, j, end, given.layout, given.key_spans, z, F)
         each = batch * z.heads + head
         live = tiles.apply_rule(live, each // z.hashed, each % z.hashed, i, j, given, z, F)
         if F.PAIRS == 1:
@@ -171,7 +171,7 @@ class TileLists:
         kinds = workspace.allocate_buffer(call.query, (lanes, count_i, count_j), torch.int8)
         facts = {"ROWS": rows, "COLS": cols} | {
             name: call.constexprs[name]
-            for name in ("LOWER", "UPPER", "LAYOUT", "PAIRS", "HAS_RULE", "RULE", "FAST")
+            for name in ("LOWER", "UPPER", "LAYOUT", "SPANS", "PAIRS", "HAS_RULE", "RULE", "FAST")
         }
         grid = count_j, count_i, lanes
         sizes = call.build_sizes(), self.heads

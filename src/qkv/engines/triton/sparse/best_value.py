@@ -69,6 +69,9 @@ def scatter_kernel(given, along, dvalue, scales, steps, z, F: tl.constexpr):
     lo, _, _, hi = tiles.visible_tiles(
         first, last, -z.upper, -z.lower, z.n, F.ROWS, F.UPPER, F.LOWER
     )
+    if F.SPANS:
+        edges = (lo, lo, hi, hi)
+        lo, _, _, hi = tiles.clip_to_spans(edges, given.query_spans, first, last, z.m, F.ROWS)
     total = tl.zeros((F.COLS, F.BLOCK_D), tl.float32)
     for g in tl.range(0, z.group):
         lane = pair // key_heads * z.heads + pair % key_heads * z.group + g

@@ -91,7 +91,7 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, scales.share, F)
     s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
     if F.PAIRS:
-        live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
+        live = live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
         live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         if F.LAID:
             read = rows.pairs.load([rows.at, start])
@@ -103,7 +103,7 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
             s = s + extra
         s = tl.where(live, s, NEG_INFINITY)
     elif (t < edges[1]) | (t >= edges[2]):
-        live = live_pairs(rows.i, j, keys.end, keys.layout, z, F)
+        live = live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
         live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         s = tl.where(live, s, NEG_INFINITY)
     return s
@@ -455,7 +455,7 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
     the scores that are not −∞, or that of the keys if no pair is excluded.
     """
     EXCLUDES: tl.constexpr = F.STORED or F.PAIRS or F.HAS_RULE or F.HAS_MOD or F.BIAS or F.LAYOUT
-    COUNTED: tl.constexpr = EXCLUDES or F.LOWER or F.UPPER or F.TILED
+    COUNTED: tl.constexpr = EXCLUDES or F.LOWER or F.UPPER or F.TILED or F.SPANS
     first = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     second = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     third = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)

@@ -259,6 +259,7 @@ def with_thresholds(arrays: Arrays, numbers: Numbers) -> Arrays:
         return arrays
     entmax, banded = numbers.weighting == "entmax", (numbers.lower, numbers.upper) != (None, None)
     ruled = arrays.layout is not None or numbers.functions is not None
+    ruled = ruled or arrays.key_spans is not None
     listed = not (ruled or numbers.is_hard) and support_lists.lists_pay_off(
         arrays.query, arrays.key, banded or not entmax
     )

@@ -208,6 +208,7 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
     bias = key
     gate_key = key
     layout = key
+    spans = key
     listing = key
     if F.BIAS:
         bias = given.key_bias + batch * steps.bias_b + shared * steps.bias_h
@@ -215,6 +216,8 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
         gate_key = given.gate_key + batch * steps.gate_b + shared * steps.gate_h
     if F.LAYOUT:
         layout = given.layout
+    if F.SPANS:
+        spans = given.key_spans
     if at is not None:
         listing = at + tl.cast(tile, tl.int64) * z.at_columns
     end = tiles.load_length(given.lengths, batch, z.m)
@@ -235,7 +238,20 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
     key = tiles.make_descriptor(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
     value = tiles.make_descriptor(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
     return KeyRange(
-        key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side, terms, room
+        key,
+        k_m,
+        value,
+        v_m,
+        bias,
+        gate_key,
+        layout,
+        spans,
+        listing,
+        steps.p_m,
+        end,
+        side,
+        terms,
+        room,
     )
 
 
@@ -270,6 +286,8 @@ def begin_row_program(given, at, counts, steps, z, F):
         edges = tiles.visible_tiles(
             first, last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER
         )
+        if F.SPANS:
+            edges = tiles.clip_to_spans(edges, keys.spans, first, last, z.n, F.COLS)
     if F.ENDED:
         edges = (edges[0], edges[1], edges[3], edges[3])
     if F.EDGES:  # one loop for all tiles
@@ -323,7 +341,7 @@ def load_mask_tile(t, rows, keys, times, z, F, MASKED: tl.constexpr):
     if MASKED or F.ENDED:
         here = tl.minimum(near, z.m - 1 - start)
     if MASKED:
-        live = tiles.live_pairs(rows.i, j, keys.end, keys.layout, z, F)
+        live = tiles.live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
         live = tiles.apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
     extra = j
     if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):

@@ -69,6 +69,8 @@ class Arrays(NamedTuple):
     captured_integers: Tensor | None = None
     query_terms: Tensor | None = None
     key_terms: Tensor | None = None
+    key_spans: Tensor | None = None
+    query_spans: Tensor | None = None
 
 
 ARRAY_COUNT = len(Arrays._fields)
@@ -147,8 +149,9 @@ of each row in an array with one number per row (line), the row's position, whet
 (inside), and the first and last position."""
 
 KeyRange = namedtuple(
-    "KeyRange", "base step value v_m bias gate_key layout at p_m end side terms room"
+    "KeyRange", "base step value v_m bias gate_key layout spans at p_m end side terms room"
 )
 """The keys of a head, their values, bias and gate, with strides. Keys from `end` on do not count.
 `at` lists the tiles of a layout, or the keys of a support list. `side` is a `tanh.UnitSide`.
-`terms` and `room` are those of `QueryTile`, for all keys of the head."""
+`terms` and `room` are those of `QueryTile`, for all keys of the head. `spans` holds the first key
+of each query, then the ends."""

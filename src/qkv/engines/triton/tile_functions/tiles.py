@@ -121,9 +121,28 @@ def load_length(lengths, batch, m):
 
 
 @triton.jit
-def live_pairs(i, j, end, layout, z, F):
+def clip_to_spans(edges, spans, first, last, length, BLOCK: tl.constexpr):
+    """Return these tile bounds clipped to the tiles that the rows first … last see.
+
+    Row i sees spans[i] … spans[length + i] − 1. Neither the starts nor the ends decrease.
+    """
+    lo, inner_lo, inner_hi, hi = edges
+    spans_end = spans + length
+    lo = tl.maximum(lo, tl.load(spans + first) // BLOCK)
+    hi = tl.maximum(tl.minimum(hi, (tl.load(spans_end + last) + BLOCK - 1) // BLOCK), lo)
+    inner_lo = tl.maximum(inner_lo, (tl.load(spans + last) + BLOCK - 1) // BLOCK)
+    inner_lo = clamp(inner_lo, lo, hi)
+    inner_hi = clamp(tl.minimum(inner_hi, tl.load(spans_end + first) // BLOCK), inner_lo, hi)
+    return lo, inner_lo, inner_hi, hi
+
+
+@triton.jit
+def live_pairs(i, j, end, layout, spans, z, F):
     """Return which pairs of a tile count."""
     live = (i < z.n) & (j < end)
+    if F.SPANS:
+        near = tl.minimum(i, z.n - 1)
+        live = live & (j >= tl.load(spans + near)) & (j < tl.load(spans + (z.n + near)))
     if F.LOWER:
         live = live & (j - i >= z.lower)
     if F.UPPER:
