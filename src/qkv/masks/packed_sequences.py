@@ -103,13 +103,26 @@ def packed(cu_q: Any, cu_k: Any = None, causal: bool = False) -> Mask:
             f"masks.packed: cu_q has {len(q)} offsets and cu_k {len(k)}: each sequence needs one "
             "in both"
         )
-    start, end = (np.repeat(x, np.diff(q)) for x in (k[:-1], k[1:]))
+    bounds = _join_spans(q, k, causal, 1)
+    is_shared = cu_k is None and not causal
+    return KeySpans(
+        keys := _array_like(own, bounds),
+        keys if is_shared else _array_like(other, _join_spans(k, q, causal, 0)),
+    )
+
+
+def _join_spans(rows: Any, others: Any, causal: bool, bent: int) -> np.ndarray[Any, Any]:
+    """Return the first row and the end of the others that each row sees, (2, rows).
+
+    With `causal`, the end (`bent` 1) or the start (`bent` 0) moves on with each row, so that the
+    last row sees the last of the others.
+    """
+    sizes = np.diff(rows)
+    spans = np.stack([np.repeat(x, sizes) for x in (others[:-1], others[1:])])
     if causal:
-        last = np.arange(q[-1]) + np.repeat(k[1:] - q[1:], np.diff(q))
-        end = np.maximum(np.minimum(end, last + 1), start)
-    keys = np.arange(k[-1])
-    seen = np.searchsorted(end, keys, "right"), np.searchsorted(start, keys, "right")
-    return KeySpans(_array_like(own, np.stack([start, end])), _array_like(other, np.stack(seen)))
+        at = np.arange(rows[-1]) + np.repeat(others[1:] - rows[1:], sizes) + bent
+        spans[bent] = np.clip(at, spans[0], spans[1])
+    return spans
 
 
 def _read_offsets(name: str, offsets: Any) -> tuple[Any, np.ndarray[Any, Any]]:
