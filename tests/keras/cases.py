@@ -13,7 +13,7 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
-from qkv.errors import ArgumentError, DtypeError, QkvError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.frameworks import to_numpy
 from qkv.keras import (
     AdditiveAttention,
@@ -513,6 +513,71 @@ def test_masks_given_by_hand() -> None:
     assert_close(alpha, plain * query_mask[:, None, :, None])
 
 
+@pytest.mark.parametrize("kind", [Attention, AdditiveAttention])
+def test_the_weights_of_a_masked_query_are_those_of_keras(kind: Any) -> None:
+    q, v = numbers(2, 3, 4), numbers(2, 5, 4)
+    given = {"mask": [np.array([[1, 0, 1], [1, 1, 1]], bool), np.arange(5)[None] < [[3], [5]]]}
+    ours = kind(score="dot") if kind is Attention else kind(use_scale=False)
+    theirs = getattr(keras.layers, kind.__name__)(use_scale=False)
+    for options in ({}, {"use_causal_mask": True}):
+        actual, expected = (
+            layer([q, v], return_attention_scores=True, **given, **options)
+            for layer in (ours, theirs)
+        )
+        for one, two in zip(actual, expected, strict=True):
+            assert_close(one, two)
+        assert np.abs(to_numpy(actual[1])[0, 1]).max() > 0 == to_numpy(actual[0])[0, 1].max()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_compute_attention_combines_the_causal_and_the_explicit_mask(grouped: bool) -> None:
+    # Keras documents the method for subclasses, which call it with its own arrays.
+    query, key, value = (numbers(1, 5, 2, 4) for _ in range(3))
+    layer = GroupedQueryAttention(4, 2, 2) if grouped else MultiHeadAttention(2, 4)
+    theirs = keras.layers.GroupQueryAttention(4, 2, 2) if grouped else None
+    for one in (layer, theirs := theirs or keras.layers.MultiHeadAttention(2, 4)):
+        one.build((1, 5, 8), (1, 5, 8))
+    full = np.ones((1, 5, 5), bool)
+    full[:, 3, 1] = False
+    causal = np.tril(np.ones((5, 5), bool))[None]
+    both, _ = layer._compute_attention(query, key, value, full, use_causal_mask=True)
+    merged, _ = layer._compute_attention(query, key, value, attention_mask=full & causal)
+    assert_close(both, merged)
+    assert_close(both, theirs._compute_attention(query, key, value, full & causal)[0])
+    alone, _ = layer._compute_attention(query, key, value, use_causal_mask=True)
+    assert_close(alone, layer._compute_attention(query, key, value, causal)[0])
+
+
+def test_flash_attention_without_weights_and_dropout_only() -> None:
+    # What Keras refuses with flash attention, because a flash kernel has no weights.
+    x = numbers(2, 4, 8)
+    for layer, theirs in (
+        (MultiHeadAttention(2, 4, flash_attention=True), keras.layers.MultiHeadAttention(2, 4)),
+        (
+            GroupedQueryAttention(4, 2, 1, flash_attention=True),
+            keras.layers.GroupQueryAttention(4, 2, 1),
+        ),
+    ):
+        check_same_outputs(layer, theirs, x, x)
+        check_refused(
+            CombinationError,
+            "return_attention_scores.*flash_attention|attention scores.*flash attention",
+            lambda: layer(x, x, return_attention_scores=True),  # noqa: B023
+        )
+    check_refused(
+        ArgumentError,
+        "Dropout.*flash attention",
+        lambda: MultiHeadAttention(2, 4, flash_attention=True, dropout=0.1),
+    )
+
+
+def check_same_outputs(ours: Any, theirs: Any, *inputs: Any) -> None:
+    for layer in (ours, theirs):
+        layer(*inputs)
+    ours.set_weights(theirs.get_weights())
+    assert_close(ours(*inputs), theirs(*inputs))
+
+
 def test_four_axes_have_masks_too() -> None:
     x = numbers(2, 3, 5, 4)
     mask = RNG.random((2, 5, 5)) > 0.3
@@ -736,8 +801,13 @@ def test_dropout(kind: str) -> None:
     first, second = (to_numpy(layer(*args, training=True)) for _ in range(2))
     assert np.abs(first - second).max() > 1e-3
     assert np.abs(first[0] - first[1]).max() > 1e-3
-    _, alpha = layer(*args, training=True, return_attention_scores=True)
-    assert_close(alpha, layer(*args, return_attention_scores=True)[1], 1e-6)
+    out, alpha = layer(*args, training=True, return_attention_scores=True)
+    if kind == "heads":  # as in Keras, the weights before dropout
+        assert_close(alpha, layer(*args, return_attention_scores=True)[1], 1e-6)
+    else:  # as in Keras, the weights that were applied
+        assert abs((to_numpy(alpha) == 0).mean() - 0.4) < 0.1
+        values = x if kind == "attention" else x @ to_numpy(layer.w_v.value)
+        assert_close(out, to_numpy(alpha) @ values)
     if kind == "attention":
         # The values are the identity, so the output is the weights: dropped ones are 0.
         np.testing.assert_allclose(np.unique(first), [0, 1 / 16 / 0.6], atol=1e-6)
@@ -773,6 +843,9 @@ def test_wrong_arguments_are_named() -> None:
     check_refused(
         ArgumentError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5))
     )
+    check_refused(
+        ArgumentError, "Invalid `output_shape`", lambda: MultiHeadAttention(2, 3, output_shape=8.0)
+    )
     check_refused(ArgumentError, "dropout", lambda: MultiHeadAttention(2, 3, dropout=1.5))
     check_refused(DtypeError, "dropout", lambda: Attention(dropout="some"))
     check_refused(ArgumentError, "did you mean 'concat'", lambda: Attention(score_mode="concatt"))
@@ -795,8 +868,10 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_wrong_shapes_are_named() -> None:
     x = numbers(2, 5, 4)
-    check_refused(DtypeError, "inputs must be", lambda: Attention()(x))
-    check_refused(DtypeError, "inputs must be", lambda: Attention()([x]))
+    for kind in (Attention, AdditiveAttention):  # the words and the ValueError of Keras
+        check_refused(ArgumentError, "must be called on a list", lambda: kind()(x))  # noqa: B023
+        check_refused(ArgumentError, "of length 2 or 3", lambda: kind()([x]))  # noqa: B023
+        check_refused(ArgumentError, "of length 2 or 3", lambda: kind()([x] * 4))  # noqa: B023
     check_refused(ShapeError, "key has 3 and value 5", lambda: Attention()([x, x, x[:, :3]]))
     check_refused(DtypeError, "value must be an array", lambda: Attention()([x, None]))
     check_refused(ShapeError, "same width", lambda: Attention()([x, x, x[..., :3]]))
@@ -817,7 +892,15 @@ def test_wrong_shapes_are_named() -> None:
         "need one attention axis, not 2",
         lambda: two(x[None], x[None], use_causal_mask=True),
     )
-    check_refused(ShapeError, "key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3]))
+    check_refused(
+        ShapeError, "must be equal.*key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3])
+    )
+    grouped = GroupedQueryAttention(3, 2, 1)
+    check_refused(
+        ShapeError,
+        "widths of query and value must be equal",
+        lambda: grouped.compute_output_shape((2, 4, 8), (2, 2, 7)),
+    )
     check_refused(
         ShapeError, "w must be", lambda: MultiHeadAttention(2, 3, score=SCORES["a matrix"]())(x, x)
     )
@@ -839,4 +922,7 @@ def test_wrong_masks_are_named() -> None:
         ShapeError, "value_mask", lambda: MultiHeadAttention(2, 3)(x, x, value_mask=short)
     )
     check_refused(ShapeError, "query_mask", lambda: SelfAttention()(x, mask=short))
-    check_refused(DtypeError, "mask", lambda: Attention()([x, x], mask=short))
+    check_refused(ArgumentError, "mask must be a list", lambda: Attention()([x, x], mask=short))
+    check_refused(
+        ArgumentError, "of length 2 or 3", lambda: Attention()([x, x], mask=[np.ones((2, 5), bool)])
+    )

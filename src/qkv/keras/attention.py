@@ -14,7 +14,7 @@ from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, DtypeError, unknown_name_error, validate_fraction
 from qkv.frameworks import load_framework, tree
 from qkv.keras.axes import Axes, check_shapes, unpack_inputs
-from qkv.keras.masks import merge_masks
+from qkv.keras.masks import merge_masks, row_mask
 from qkv.keras.scores import (
     LEARNED_SCORES,
     ScoreConfig,
@@ -37,13 +37,16 @@ KERAS_SCORE_MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
 
 
 def init_keras_layer(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
-    """Call init(**kwargs) of Keras's layer; suggest a name in the error for an unknown keyword."""
+    """Call init(**kwargs) of Keras's layer; suggest a name in the error for an unknown keyword.
+
+    Keras's other errors become `ArgumentError`s with the same text.
+    """
     try:
         init(**kwargs)
     except ValueError as error:
         if unknown := [name for name in kwargs if f"'{name}'" in str(error)]:
             reject_init_keywords(layer, unknown, init_keywords(type(layer)))
-        raise
+        raise ArgumentError(str(error)) from error
 
 
 class KeywordCheckedLayer(keras.Layer):  # type: ignore[misc]
@@ -159,6 +162,8 @@ class Attention(AttentionLayer):
     `attention_mask` is a mask of `qkv.masks`, its name ("causal"), or an array (batch, n, m), or
     with fewer axes, that is True where a query may attend. It is combined with `use_causal_mask`
     and with the masks attached to Keras tensors. A query that may attend to no key gives 0.
+    As in Keras, a masked query gives 0 and keeps its weights, and with dropout the weights returned
+    are those applied.
 
     `score` defaults to "scaled_dot". Instead of `score`, pass `use_scale` and `score_mode` for the
     scores of Keras's own layer, which do not divide by √d:
@@ -260,22 +265,31 @@ class Attention(AttentionLayer):
             inputs, inputs_mask if mask is None else mask
         )
         rank = len(query.shape)
+        axes = Axes((rank - 2,), rank)
+        if query_mask is not None:
+            query_mask = row_mask("query_mask", query_mask, query, axes)
         rule = merge_masks(
             query,
             key,
             None,
-            Axes((rank - 2,), rank),
-            query_mask=query_mask,
+            axes,
             value_mask=value_mask,
             key_mask=key_mask,
             attention_mask=attention_mask,
             causal=use_causal_mask,
         )
-        dropout = self.dropout if training else 0.0
-        result = self._run_attention(
-            query, key, value, rule, dropout, self.seed_generator, return_attention_scores
-        )
-        return result if return_attention_scores else result[0]
+        dropout, seeds = self.dropout if training else 0.0, self.seed_generator
+        if dropout and return_attention_scores:  # the weights that are applied, as in Keras
+            _, alpha = self._run_attention(query, key, value, rule, 0.0, seeds, True)
+            alpha = keras.random.dropout(alpha, dropout, seed=seeds)
+            out = ops.matmul(alpha, value)
+        else:
+            out, alpha = self._run_attention(
+                query, key, value, rule, dropout, seeds, return_attention_scores
+            )
+        if query_mask is not None:  # as in Keras, the output is masked and the weights are not
+            out = ops.where(ops.expand_dims(query_mask, -1), out, ops.zeros((), out.dtype))
+        return (out, alpha) if return_attention_scores else out
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         return mask[0] if isinstance(mask, list | tuple) else mask

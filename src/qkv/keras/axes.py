@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.util.types import Array, Shape
 
 
@@ -89,18 +89,35 @@ SEQUENCE_AXES = Axes((1,), 3)
 
 
 def unpack_inputs(inputs: Any, name: str = "inputs") -> tuple[Any, Any, Any]:
-    """Return query, value and key from [query, value] or [query, value, key]."""
-    is_list = isinstance(inputs, list | tuple) and not any(isinstance(x, int) for x in inputs)
-    if not is_list or len(inputs) not in (2, 3):
-        came = f"a list of {len(inputs)}" if is_list else type(inputs).__name__
-        raise DtypeError(
-            f"{name} must be a list, [query, value] or [query, value, key], not {came}"
+    """Return query, value and key from [query, value] or [query, value, key].
+
+    `inputs` may also be their shapes, or, if `name` is "mask", their masks.
+    """
+    is_list = isinstance(inputs, list | tuple)
+    if not is_list or any(isinstance(x, int) for x in inputs):
+        # The words are those of keras.layers.Attention.
+        expected = (
+            "the layer mask must be a list, [query_mask, value_mask] or with key_mask"
+            if name == "mask"
+            else "the layer must be called on a list, [query, value] or [query, value, key]"
+        )
+        came = f"one array of shape {tuple(inputs)}" if is_list else type(inputs).__name__
+        raise ArgumentError(f"{expected}, not {came}")
+    if len(inputs) not in (2, 3):
+        raise ArgumentError(
+            f"{name} must be a list of length 2 or 3, for query, value and, if it is not the "
+            f"value, key: got length {len(inputs)}"
         )
     query, value, *key = inputs
     return query, value, key[0] if key else value
 
 
 def check_shapes(query: Shape, value: Shape, key: Shape) -> None:
+    if None not in (value, key) and len(value) != len(key):
+        raise ShapeError(
+            f"the numbers of axes of key and value must be equal, but key has the shape {key} and "
+            f"value {value}"
+        )
     for name, shape in (("query", query), ("value", value), ("key", key)):
         if shape is None:
             raise DtypeError(f"{name} must be an array, not None")
@@ -109,7 +126,7 @@ def check_shapes(query: Shape, value: Shape, key: Shape) -> None:
         known_width(name, shape)
     if None not in (value[-2], key[-2]) and value[-2] != key[-2]:
         raise ShapeError(
-            f"key and value must have the same number of rows, but key has {key[-2]} and value "
+            f"the numbers of rows of key and value must be equal, but key has {key[-2]} and value "
             f"{value[-2]}"
         )
 

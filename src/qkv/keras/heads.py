@@ -9,7 +9,14 @@ import keras
 from keras import ops
 
 from qkv import masks
-from qkv.errors import ArgumentError, validate_fraction, validate_optional_sizes, validate_sizes
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    ShapeError,
+    validate_fraction,
+    validate_optional_sizes,
+    validate_sizes,
+)
 from qkv.keras.attention import Attention, AttentionLayer, Config, build_output_spec
 from qkv.keras.axes import SEQUENCE_AXES, Axes, check_sequence, check_shapes, unpack_inputs
 from qkv.keras.masks import merge_masks
@@ -110,13 +117,34 @@ class MultiHeadBase(AttentionLayer):
         query: Array,
         key: Array,
         value: Array,
-        attention_mask: masks.Mask | None = None,
+        attention_mask: masks.MaskLike | None = None,
         training: bool | None = None,
         return_attention_scores: bool | None = None,
-        **kwargs: Any,
+        use_causal_mask: bool = False,
     ) -> tuple[Array, Array | None]:
+        """Return the output and the weights for projected arrays (batch, …, rows, heads, width).
+
+        `call` passes all masks as one `qkv.masks.Mask`. A subclass may pass an array, and
+        `use_causal_mask`.
+        """
         if return_attention_scores is None:  # GroupQueryAttention stores it instead of passing it
-            return_attention_scores = self._return_attention_scores
+            return_attention_scores = getattr(self, "_return_attention_scores", False)
+        if return_attention_scores and self._flash_attention:
+            raise CombinationError(
+                "Returning attention scores is not supported when flash attention is enabled. "
+                "Please disable flash attention to access attention scores: pass either "
+                "return_attention_scores=True or flash_attention=True"
+            )
+        query, key, value = (ops.convert_to_tensor(x) for x in (query, key, value))
+        if use_causal_mask or not isinstance(attention_mask, masks.Mask | None):
+            attention_mask = merge_masks(
+                query,
+                value,
+                self._heads,
+                self._axes,
+                attention_mask=attention_mask,
+                causal=use_causal_mask,
+            )
         q, k, v = (self._axes.flatten_rows(x) for x in (query, key, value))
         dropout = self.dropout if training else 0.0
         seeds = getattr(self._dropout_layer, "seed_generator", None)
@@ -139,8 +167,9 @@ class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # typ
     A subclass of keras.layers.MultiHeadAttention with the same arguments; weights load in both
     directions. `score` and `weighting` are shared by all heads. Attention runs over all axes
     between the batch and the width, or over `attention_axes`. One thing differs from Keras: a query
-    that may attend to no key gives 0 before W_O, not an average. `flash_attention` has no effect:
-    `attend` chooses the fastest engine that supports the call.
+    that may attend to no key gives 0 before W_O, not an average. `attend` chooses the fastest
+    engine that supports the call. `flash_attention=True` only raises Keras's errors: it excludes
+    dropout and `return_attention_scores`.
 
     >>> import numpy as np
     >>> x = np.ones((2, 5, 16))
@@ -163,11 +192,7 @@ class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # typ
         weighting: WeightingConfig = "softmax",
         **kwargs: Any,
     ) -> None:
-        validate_sizes(num_heads=num_heads, key_dim=key_dim)
-        validate_optional_sizes(value_dim=value_dim)
         validate_fraction("dropout", dropout)
-        for size in output_shape if isinstance(output_shape, list | tuple) else (output_shape,):
-            validate_optional_sizes(output_shape=size)
         super().__init__(
             score=score,
             weighting=weighting,
@@ -180,6 +205,11 @@ class MultiHeadAttention(MultiHeadBase, keras.layers.MultiHeadAttention):  # typ
             attention_axes=attention_axes,
             **kwargs,
         )
+        # Keras checks less: True is an int for it, and the sizes in output_shape are not checked.
+        validate_sizes(num_heads=num_heads, key_dim=key_dim)
+        validate_optional_sizes(value_dim=value_dim)
+        for size in output_shape if isinstance(output_shape, list | tuple) else (output_shape,):
+            validate_optional_sizes(output_shape=size)
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         query, value, key = unpack_inputs([query_shape, value_shape, key_shape or value_shape])
@@ -309,5 +339,10 @@ class GroupedQueryAttention(MultiHeadBase, keras.layers.GroupQueryAttention):  #
     def compute_output_shape(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None
     ) -> Shape:
+        if query_shape[-1] != value_shape[-1]:
+            raise ShapeError(
+                "the widths of query and value must be equal, but query has "
+                f"{query_shape[-1]} and value {value_shape[-1]}"
+            )
         check_shapes(query_shape, value_shape, key_shape or value_shape)
         return tuple(query_shape)

@@ -47,9 +47,7 @@ def merge_masks(
         ("key_mask", key_mask, value),
     ):
         if mask is not None:
-            lead, rows = axes.split_shape(tuple(like.shape))
-            shapes = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
-            mask = _as_boolean(name, mask, *shapes, exact=True)
+            mask = row_mask(name, mask, like, axes)
             rules.append(masks.array(axes.expand_row_mask(mask, name != "query_mask", heads)))
     if isinstance(attention_mask, str | masks.Mask):
         rules.append(masks.array(attention_mask))
@@ -61,6 +59,13 @@ def merge_masks(
         now = axes.scores_shape(ops.shape(query), ops.shape(value), heads)
         rules.append(masks.array(axes.expand_pair_mask(mask, now)))
     return reduce(and_, rules) if rules else None
+
+
+def row_mask(name: str, mask: Any, like: Array, axes: Axes) -> Array:
+    """Return the mask of the rows of `like` as booleans (batch, …) or (batch, rows)."""
+    lead, rows = axes.split_shape(tuple(like.shape))
+    shapes = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
+    return _as_boolean(name, mask, *shapes, exact=True)
 
 
 def _as_boolean(name: str, mask: Any, *shapes: Shape, exact: bool = False) -> Array:
