@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +84,23 @@ def test_numpy_functions_are_measured_on_a_few_rows():
     assert 6 <= streaming.numbers_per_pair(build_call(x, x, x, score=outer)) <= 14
     fails = lambda q, k: q @ k[:30].mT if len(k) == 30 else 1 / 0  # noqa: E731
     assert streaming.numbers_per_pair(build_call(x, x, x, score=fails)) == 12
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A score with an array, which cannot be hashed."""
+
+    w: Any
+
+    def __call__(self, query, key):
+        return (query * self.w) @ key.swapaxes(-1, -2)
+
+
+def test_a_dataclass_is_measured_as_its_function_is():
+    x = np.zeros((30, 6), "f4")
+    assert streaming.numbers_per_pair(build_call(x, x, x, score=Scaled(np.ones(6, "f4")))) == 1
+    t = torch.zeros(30, 6)
+    assert streaming.numbers_per_pair(build_call(t, t, t, score=Scaled(torch.ones(6)))) == 1
 
 
 def test_a_measurement_does_not_disturb_that_of_the_caller():

@@ -130,3 +130,31 @@ def test_differences_of_few_queries_are_summed_in_blocks(power, lead, n, monkeyp
     want = (np.abs(difference) ** power).sum(-1)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["near", "far", "beyond"])
+@pytest.mark.parametrize("n", [1, 4, 60])
+def test_gaussians_of_products(n: int, place: str) -> None:
+    """The square is expanded if that is precise, also for few queries, and around the mean key."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 3, n, 16)), rng.normal(size=(2, 1, 700, 16))
+    if place != "near":
+        q, k = q + 300.0, k + 300.0
+    width = 0.5 if place == "beyond" else 4.0
+    score = scores.Gaussian(width)
+    for dtype, most in (("float32", 2e-4), ("float64", 1e-11)):
+        arrays = [x.astype(dtype) for x in (q, k)]
+        want = plain_sum(*(x.astype("float64") for x in arrays), 2) / (-2.0 * width**2)
+        for x in (score(*arrays), score(*map(torch.tensor, arrays)).numpy()):
+            assert x.dtype == dtype
+            np.testing.assert_allclose(x, want, rtol=1e-5, atol=most)
+
+
+def test_derivatives_of_gaussians() -> None:
+    q, k = (torch.randn(n, 9, dtype=torch.float64, requires_grad=True) for n in (3, 5))
+    for width in (6.0, torch.tensor(6.0, dtype=torch.float64, requires_grad=True)):
+        score = lambda q, k, width=width: scores.Gaussian(width)(q, k)  # noqa: E731
+        given = (q, k, width) if isinstance(width, torch.Tensor) else (q, k)
+        assert torch.autograd.gradcheck(score, given)
+        assert torch.autograd.gradgradcheck(score, given)
+        torch.testing.assert_close(score(q, k), plain_sum(q, k, 2) / width**2 * -0.5)

@@ -59,3 +59,23 @@ def test_a_new_formula_may_not_inherit_the_description_of_another():
     assert not ResetCube().is_linear and ResetCube().affine_form(x, x[0]) is None
     assert isinstance(ResetCube().find_lowering(x, x, None, "float64"), str)
     np.testing.assert_array_equal(qkv.weights(x, np.eye(1), score=ResetCube(), weighting="raw"), 8)
+
+
+@pytest.mark.parametrize("n", [1, 4, 40])
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25, "zero", "nan"])
+def test_cosine_of_few_and_many_queries(n, size):
+    """Few queries divide their scores by the norms of the keys, where these are in range."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, n, 16)), rng.normal(size=(2, 30, 16))
+    if isinstance(size, float):
+        k *= size
+    else:
+        k[0, 3] = {"zero": 0.0, "nan": np.nan}[size]
+    norms = [np.linalg.norm(x, axis=-1) for x in (q, k)]
+    products = norms[0][..., :, None] * norms[1][..., None, :] * 0.5
+    want = q @ k.swapaxes(-1, -2) / np.where(products == 0, 1.0, products)
+    for dtype, most in (("float32", 3e-6), ("float64", 1e-13)):
+        for make in (np.asarray, torch.tensor):
+            got = scores.Cosine(0.5)(*(make(x.astype(dtype)) for x in (q, k)))
+            np.testing.assert_allclose(np.asarray(got), want, atol=most)

@@ -325,13 +325,14 @@ def zero_masked_rows(call: Call, rows: Array, visible: LiveMask, is_value: bool 
     """Keep NaN in a masked key or value out of the output: return masked rows (…, c, d) as 0.
 
     A row is masked if no query of the block may attend to it. Its weight is 0, but 0 · NaN is NaN.
-    `visible` (…, r, c) is True for the pairs that count; None: all count. A function of the caller
-    receives masked keys as 0 even if they are finite.
+    `visible` (…, r, c) is True for the pairs that count; None: all count. Where gradients
+    exist, a function of the caller receives masked keys as 0 even if they are finite.
     """
     fw = call.fw
     if visible is None:
         return rows
-    if (is_value or not has_user_code(call.score)) and fw.is_surely_finite(rows):
+    is_checked = is_value or not fw.has_gradients or not has_user_code(call.score)
+    if is_checked and fw.is_surely_finite(rows):
         return rows
     is_visible = fw.xp.any(visible, axis=-2)[..., None]  # (…, c, 1)
     lead = fw.static_shape(rows)[:-2]
@@ -349,7 +350,10 @@ def zero_masked_queries(call: Call, query: Array, visible: LiveMask) -> Array:
     A query is masked if it may attend to no key of the block. `visible` is that of
     `zero_masked_rows`.
     """
-    if visible is None or (not has_user_code(call.score) and call.fw.is_surely_finite(query)):
+    if visible is None:
+        return query
+    is_checked = not call.fw.has_gradients or not has_user_code(call.score)
+    if is_checked and call.fw.is_surely_finite(query):
         return query
     return call.fw.fill_unless(query, call.fw.xp.any(visible, axis=-1)[..., None])
 

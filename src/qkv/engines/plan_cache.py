@@ -4,7 +4,8 @@ A signature holds everything that the choice depends on:
 
 - the arrays' types, dtypes, devices, shapes, and whether a gradient is needed;
 - the score, the weighting, the mask and the flags. A function in a score or a mask is compared by
-  its code and by what it reads, on PyTorch; on other frameworks it has no signature.
+  its code and by what it reads, on PyTorch, and by its code on NumPy, where a plan runs the
+  function of each call. On other frameworks it has no signature.
 
 If there is no plan for the exact n and m, a call uses a plan for lengths with the same numbers of
 binary digits. A plan never holds an array. No plan is cached while a framework traces the call.

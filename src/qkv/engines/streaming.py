@@ -57,7 +57,7 @@ must fit its cache."""
 MIN_WIDE_QUERY_WIDTH = 512
 """Width of a query from which the matrix product dominates the time."""
 
-MAX_NUMBERS_PER_DISTANCE = 4
+MAX_NUMBERS_PER_DISTANCE = 2
 """Numbers per pair of a distance that needs no array of differences."""
 
 MAX_DENSE_NUMBERS = 2**18

@@ -335,9 +335,15 @@ class Framework:
         """Return whether `sum_differences` supports arrays such as this one."""
         return False
 
-    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
-        """Return ‖q − k‖² from a matrix product, or None; see `squares.expand_squares`."""
+    def expand_squares(
+        self, query: Array, key: Array, width: float, needs_exact: NeedsExact
+    ) -> Array | None:
+        """Return ‖q − k‖² / width² from a product, or None; see `squares.expand_squares`."""
         return None
+
+    def squared_norms(self, x: Array) -> Array:
+        """Return ‖x‖² of the rows (…, r, d) as (…, r)."""
+        return self.xp.sum(x * x, axis=-1)
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
         """Return tanh x; with `spend`, x may be overwritten."""

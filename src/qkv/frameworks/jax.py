@@ -159,9 +159,12 @@ class Jax(Framework):
     def has_sum_differences(self, query: Array) -> bool:
         return _has_expanded_squares(query, query)
 
-    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+    def expand_squares(
+        self, query: Array, key: Array, width: float, needs_exact: NeedsExact
+    ) -> Array | None:
         if not _has_expanded_squares(query, key):
             return None
+        query, key = (x if width == 1 else x / width for x in (query, key))
         return _square_with_products(partial(_expand_squares, needs_exact), query, key)
 
     def slice_span(self, x: Array, span: Span, axis: int) -> Array:

@@ -8,13 +8,14 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy
 
-from qkv.frameworks import squares, threads
+from qkv.frameworks import squares, threads, tree
 from qkv.frameworks.base import Framework, Tiling
-from qkv.frameworks.squares import NeedsExact
+from qkv.frameworks.squares import NeedsExact, SquareOperations
 from qkv.util.caches import create_table, insert_bounded, memoize
 from qkv.util.types import Array, Arrays, LiveMask, MergeFunction, PartialStateFunction, Span
 
@@ -43,6 +44,15 @@ on. The second number of pairs fits the processor's cache."""
 MIN_SUMMED_QUERIES, MAX_DIFFERENCES_PER_BLOCK = 8, 2**17
 """With fewer queries than the first number, the keys are not transposed, and differences are
 computed for blocks of keys. The second is the number of differences in a block."""
+
+MIN_EXPANDED_NUMBERS = 2**12
+"""Numbers in an array of differences from which the expanded square is faster."""
+
+MIN_NUMBERS_TO_FILL_BITS = 2**13
+"""From this many numbers on, the bits of float32 are filled faster than `numpy.where` chooses."""
+
+MIN_PRECISE_EXPONENT = -80.0
+"""Down to this x, 1 / (1 + exp(−x)) is precise in float32."""
 
 MAX_MEASURED_QUERIES, MAX_MEASURED_NUMBERS = 16, 2**20
 """A function is measured with this many queries n, and with n · m · d of this size."""
@@ -123,6 +133,10 @@ class NumPy(Framework):
         if not (kinds[0].isnative and kinds[1].isnative and kinds[2].isnative):
             return None
         return query.shape, key.shape, None if value is None else value.shape, kinds
+
+    def function_signature(self, function: Any) -> Any:
+        # No plan reads what a function captures: NumPy runs the function of each call.
+        return function.__code__ if type(function) is FunctionType else None
 
     def without_data(self, x: Array) -> Array:
         return numpy.empty(0, x.dtype)
@@ -239,6 +253,8 @@ class NumPy(Framework):
             return x
         if x.dtype.kind != "f":
             return super().fill_unless(x, live, other)
+        if x.size >= MIN_NUMBERS_TO_FILL_BITS and x.dtype == numpy.float32:
+            return _fill_bits_unless(x, live, other)
         return numpy.where(live, x, x.dtype.type(other))
 
     def replace_nonfinite(self, x: Array, other: float = 0.0) -> Array:
@@ -249,6 +265,14 @@ class NumPy(Framework):
 
     def is_surely_finite(self, x: Array) -> bool:
         return math.isfinite(numpy.add.reduce(x, None))
+
+    def sigmoid(self, x: Array) -> Array:
+        if x.dtype.kind != "f" or x.size == 0 or not x.min() >= MIN_PRECISE_EXPONENT:
+            return super().sigmoid(x)
+        out = numpy.negative(x)
+        numpy.exp(out, out)
+        out += 1
+        return numpy.reciprocal(out, out)
 
     # NumPy reduces row by row. For many short rows the overhead exceeds the arithmetic.
 
@@ -271,6 +295,9 @@ class NumPy(Framework):
         ):
             return numpy.add.reduce(x, axis=-1, keepdims=True)
         return numpy.matmul(x, _cached_ones(short, x.dtype))
+
+    def squared_norms(self, x: Array) -> Array:
+        return numpy.einsum("...d,...d->...", x, x)
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
         return numpy.tanh(x, out=x if spend else None)
@@ -335,29 +362,24 @@ class NumPy(Framework):
     def has_sum_differences(self, query: Array) -> bool:
         return bool(2 <= query.shape[-1] <= MAX_SUMMED_COLUMNS)
 
-    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+    def expand_squares(
+        self, query: Array, key: Array, width: float, needs_exact: NeedsExact
+    ) -> Array | None:
         is_float = query.dtype == key.dtype and query.dtype in (numpy.float32, numpy.float64)
         if not is_float or key.shape[-1] != query.shape[-1] or 0 in (*query.shape, *key.shape):
             return None
-        if query.shape[-2] < MIN_SUMMED_QUERIES:  # the norms of the keys take longer
-            return None
         if not all(isinstance(x, numpy.ndarray) for x in (query, key)):
             return None
-        with numpy.errstate(all="ignore"):
-            return squares.expand_squares(
-                query,
-                key,
-                needs_exact,
-                numpy.nonzero,
-                numpy.broadcast_to,
-                lambda x: numpy.maximum(x, 0, out=x),
-            )
+        if key.size * query.shape[-2] < MIN_EXPANDED_NUMBERS:
+            return None
+        with self.use_own_settings():
+            return squares.expand_squares(query, key, width, needs_exact, _SQUARE_OPERATIONS)
 
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)
 
     def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
-        code = getattr(function, "__code__", function)  # a new lambda may be passed in each call
+        code = tree.code_signature(self, function)
         signature = code, query.shape[-1], key.shape[-1], query.dtype
         try:
             if signature not in _PAIR_NUMBERS:
@@ -422,9 +444,33 @@ def _argsort_descending(x: Array) -> Array:
     return x.shape[-1] - 1 - numpy.flip(upwards, -1)
 
 
+def _fill_bits_unless(x: Array, live: Array, other: float) -> Array:
+    """Return float32 x where `live` (booleans) is True, and `other` elsewhere.
+
+    `numpy.where` branches at each number. It takes several times longer if the branches are not
+    predictable.
+    """
+    kept = numpy.negative(numpy.asarray(live).view(numpy.int8), dtype=numpy.int32)  # −1 keeps x
+    if other == 0 and not math.copysign(1, other) < 0:
+        filled = numpy.bitwise_and(x.view(numpy.int32), kept)
+    else:
+        bits = x.dtype.type(other).view(numpy.int32)
+        filled = numpy.bitwise_xor(x.view(numpy.int32), bits)
+        fits = numpy.broadcast_shapes(filled.shape, kept.shape) == filled.shape
+        filled = numpy.bitwise_and(filled, kept, out=filled if fits else None)
+        numpy.bitwise_xor(filled, bits, out=filled)
+    return filled.view(x.dtype)
+
+
 def _zero_unless(x: Array, live: Array) -> Array:
     numpy.copyto(x, 0, where=~live)
     return x
 
 
 FRAMEWORK = NumPy()
+_SQUARE_OPERATIONS = SquareOperations(
+    FRAMEWORK.squared_norms,
+    numpy.nonzero,
+    numpy.broadcast_to,
+    lambda x: numpy.maximum(x, 0, out=x),
+)

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkv.errors import FrameworkError
-from qkv.frameworks import pinned_memory
+from qkv.frameworks import pinned_memory, tree
 from qkv.frameworks.base import (
     GRAPH_NODES,
     BackwardFunction,
@@ -27,7 +27,7 @@ from qkv.frameworks.base import (
     Framework,
     ReferenceFunction,
 )
-from qkv.frameworks.squares import NeedsExact, expand_squares
+from qkv.frameworks.squares import NeedsExact, SquareOperations, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
 from qkv.frameworks.torch_products import use_tensor_cores
 from qkv.frameworks.torch_signatures import NoSignatureError, SignatureBuilder
@@ -127,26 +127,23 @@ class DifferenceSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Array, key: Array, power: int, needs_exact: NeedsExact | None
+        ctx: Any,
+        query: Array,
+        key: Array,
+        power: int,
+        width: float,
+        needs_exact: NeedsExact | None,
     ) -> Array:
-        ctx.power = power
-        if needs_exact is not None:
-            square = expand_squares(
-                query, key, needs_exact, _find_true, torch.Tensor.expand, _clip_at_zero
-            )
-            if square is not None:
-                ctx.save_for_backward(query, key)
-                return square
-        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-        parts = [x.expand(*lead, *x.shape[-2:]).contiguous() for x in (query, key)]
-        distance = torch.cdist(*parts, p=float(power), compute_mode=EXACT_DISTANCES)
-        ctx.save_for_backward(query, key, *(() if power == 2 else (distance,)))
-        return distance if power == 1 else distance.square()
+        ctx.power, ctx.scale = power, 1.0 / (width * width)
+        total = _sum_powers(query, key, power, width, needs_exact)
+        ctx.save_for_backward(query, key, *(() if power == 2 else (total,)))
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Array) -> tuple[Array | None, ...]:
         query, key, *distance = ctx.saved_tensors
         if ctx.power == 2:
+            gradient = gradient if ctx.scale == 1 else gradient * ctx.scale
             # Σ 2 (q − k) g, around the mean key, where the differences lose fewest digits.
             centre = key.detach().reshape(-1, key.shape[-1]).mean(0)
             q, k = query - centre, key - centre
@@ -166,7 +163,24 @@ class DifferenceSums(torch.autograd.Function):
             key_gradient.sum_to_size(key.shape),
             None,
             None,
+            None,
         )
+
+
+def _sum_powers(
+    query: Array, key: Array, power: int, width: float, needs_exact: NeedsExact | None
+) -> Array:
+    """Return Σ (|q − k| / width)ᵖ; `needs_exact` None: not from the expanded square."""
+    if needs_exact is not None:
+        square = expand_squares(query, key, width, needs_exact, _SQUARE_OPERATIONS)
+        if square is not None:
+            return square
+    if width != 1:
+        query, key = query / width, key / width
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    parts = [x.expand(*lead, *x.shape[-2:]).contiguous() for x in (query, key)]
+    distance: Array = torch.cdist(*parts, p=float(power), compute_mode=EXACT_DISTANCES)
+    return distance if power == 1 else distance.square()
 
 
 def _l1_gradient(x: Array, y: Array, gradient: Array, distance: Array) -> Array:
@@ -180,9 +194,12 @@ def _find_true(x: Array) -> tuple[Array, ...]:
     return at
 
 
-def _clip_at_zero(x: Array) -> Array:
-    return x.clamp_(min=0)
-
+_SQUARE_OPERATIONS = SquareOperations(
+    lambda x: torch.linalg.vector_norm(x, dim=-1).square_(),
+    _find_true,
+    torch.Tensor.expand,
+    lambda x: x.clamp_(min=0),
+)
 
 EXACT_DISTANCES = "donot_use_mm_for_euclid_dist"
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -679,6 +696,11 @@ class Torch(Framework):
 
     # In place, unless autograd needs the inputs.
 
+    def squared_norms(self, x: Array) -> Array:
+        if self.is_traced(x) or self.needs_gradient([x]):
+            return super().squared_norms(x)
+        return torch.linalg.vector_norm(x, dim=-1).square_()  # without an array of squares
+
     def tanh(self, x: Array, spend: bool = False) -> Array:
         if not spend or self.is_traced(x) or self.needs_gradient([x]):
             return torch.tanh(x)
@@ -752,17 +774,25 @@ class Torch(Framework):
     def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
         if not self._has_plain_rows(query, key):
             return None
-        total: Array = DifferenceSums.apply(query, key, power, None)
-        return total
+        return self._sum_powers(query, key, power, 1.0, None)
 
     def has_sum_differences(self, query: Array) -> bool:
         # Engines cast 16-bit rows to float32 before they compute a distance.
         return self._is_plain(query) and query.is_floating_point() and 0 not in query.shape
 
-    def expand_squares(self, query: Array, key: Array, needs_exact: NeedsExact) -> Array | None:
+    def expand_squares(
+        self, query: Array, key: Array, width: float, needs_exact: NeedsExact
+    ) -> Array | None:
         if not self._has_plain_rows(query, key):
             return None
-        total: Array = DifferenceSums.apply(query, key, 2, needs_exact)
+        return self._sum_powers(query, key, 2, width, needs_exact)
+
+    def _sum_powers(
+        self, query: Array, key: Array, power: int, width: float, needs_exact: NeedsExact | None
+    ) -> Array:
+        if not self.needs_gradient((query, key)):
+            return _sum_powers(query, key, power, width, needs_exact)
+        total: Array = DifferenceSums.apply(query, key, power, width, needs_exact)
         return total
 
     def _has_plain_rows(self, query: Array, key: Array) -> bool:
@@ -802,7 +832,7 @@ class Torch(Framework):
         if self.is_traced(query) or _is_wrapper_subclass(query) or _is_wrapper_subclass(key):
             return None
         learns = self.needs_gradient((query, key))
-        code = getattr(function, "__code__", function)  # callers often create a lambda per call
+        code = tree.code_signature(self, function)
         signature = code, query.shape, key.shape, query.dtype, query.device, learns
         try:
             if signature not in _PAIR_NUMBERS:

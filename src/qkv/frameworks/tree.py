@@ -282,6 +282,20 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
     raise UncacheableError
 
 
+def code_signature(fw: Framework, function: Any) -> Hashable:
+    """Return a hashable that is equal for functions with the same code, as in a new lambda.
+
+    For an object that can be called: its own signature if it is a record, else the object itself.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return code  # type: ignore[no-any-return]
+    try:
+        return record_signature(fw, function)
+    except UncacheableError:
+        return function  # type: ignore[no-any-return]
+
+
 def _is_record(x: Any) -> bool:
     return is_array(x) or isinstance(x, Record)
 

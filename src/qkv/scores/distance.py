@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qkv.frameworks import divide_unless_one, get_framework, is_array, tree
-from qkv.frameworks.squares import MIN_EXPANDED_COLUMNS
+from qkv.frameworks.squares import MIN_EXPANDED_COLUMNS, NeedsExact
 from qkv.scores.base import AffineForm, DotProductForm, Lowering, Score, broadcast_pairs
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
@@ -30,6 +30,19 @@ def sum_differences(query: Array, key: Array, power: int) -> Array:
     difference = q - k
     powers = fw.xp.abs(difference) if power == 1 else difference * difference
     return fw.xp.sum(powers, axis=-1)
+
+
+def expanded_distance(
+    query: Array, key: Array, width: float | Array, needs_exact: NeedsExact
+) -> Array:
+    """Return ‖q − k‖² / width² (…, n, m), from a product if that is precise; see `squares`."""
+    fw, _ = get_framework(query), get_framework(key)  # raises our error for a list
+    least, most = SAFE_BANDWIDTHS
+    if type(width) is not float or not least <= width <= most:
+        query, key = divide_unless_one(query, width), divide_unless_one(key, width)
+        width = 1.0
+    square = fw.expand_squares(query, key, width, needs_exact)
+    return squared_distance(query, key, width) if square is None else square
 
 
 def squared_distance(query: Array, key: Array, width: float | Array) -> Array:
@@ -60,7 +73,7 @@ class Gaussian(Score):
     needs_range: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return squared_distance(query, key, self.bandwidth) * -0.5
+        return expanded_distance(query, key, self.bandwidth, lambda *_: None) * -0.5
 
     @property
     def is_radial(self) -> bool:

@@ -133,10 +133,13 @@ class Cosine(Score):
     number_fields: ClassVar[dict[str, bool]] = {"temperature": False}
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return (
-            get_framework(query).inner_products(unit_vectors(query), unit_vectors(key))
-            / self.temperature
-        )
+        fw, query = get_framework(query), unit_vectors(query)
+        if key.shape[-2] is not None and 2 * (query.shape[-2] or 0) <= key.shape[-1]:
+            squares = _safe_squared_norms(key)
+            if squares is not None:  # the scores are fewer than the numbers of the keys
+                norms = fw.xp.sqrt(squares)[..., None, :]
+                return fw.inner_products(query, key) / (norms * self.temperature)
+        return fw.inner_products(query, unit_vectors(key)) / self.temperature
 
     def dot_product_form(self, query: Array, key: Array) -> DotProductForm:
         return DotProductForm(
@@ -191,11 +194,33 @@ def unit_vectors(x: Array) -> Array:
     xp = fw.xp
     if x.shape[-1] == 0:
         return x
+    squares = _safe_squared_norms(x)
+    if squares is not None:
+        return x / xp.sqrt(squares)[..., None]
     largest = fw.detach(xp.max(xp.abs(x), axis=-1, keepdims=True))
     is_nonzero = largest > 0
     x = x / fw.fill_unless(largest, is_nonzero, 1.0)
     square = xp.sum(x * x, axis=-1, keepdims=True)
     return x / xp.sqrt(fw.fill_unless(square, is_nonzero, 1.0))
+
+
+def _safe_squared_norms(x: Array) -> Array | None:
+    """Return ‖x‖² of each row, or None if one may overflow or lose digits, or be 0.
+
+    None if reading the values would be slow, or if x needs a gradient.
+    """
+    fw = get_framework(x)
+    if not fw.checks_values(x) or fw.dtype_name(x) not in ("float32", "float64"):
+        return None
+    if fw.needs_gradient([x]) or 0 in x.shape:
+        return None
+    squares = fw.squared_norms(x)
+    least, most = float(fw.xp.min(squares)), float(fw.xp.max(squares))
+    return squares if least > SAFE_SQUARES[0] and most < SAFE_SQUARES[1] else None
+
+
+SAFE_SQUARES = 1e-30, 1e30
+"""Range of squares that float32 adds without overflow or loss of digits."""
 
 
 @suggest_keywords

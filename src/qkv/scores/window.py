@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.frameworks import divide_unless_one, get_framework, is_array
+from qkv.frameworks import get_framework, is_array
 from qkv.frameworks.squares import (
     MAX_EXACT_SHARE,
     MAX_EXPANDED_SQUARE,
@@ -20,8 +20,8 @@ from qkv.scores.distance import (
     MAX_SQUARE,
     SAFE_BANDWIDTHS,
     affine_squared_distance,
+    expanded_distance,
     squared_distance,
-    sum_differences,
 )
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Shape
@@ -42,10 +42,7 @@ class Window(Score):
 
     def squared_ratio(self, query: Array, key: Array) -> Array:
         """Return r² (…, n, m)."""
-        fw, _ = get_framework(query), get_framework(key)  # raises our error for a list
-        scaled = divide_unless_one(query, self.width), divide_unless_one(key, self.width)
-        square = fw.expand_squares(*scaled, self.needs_exact_square)
-        return sum_differences(*scaled, 2) if square is None else square
+        return expanded_distance(query, key, self.width, self.needs_exact_square)
 
     def needs_exact_square(self, square: Array, error: Any) -> Array | None:
         """Return for which pairs this error of r² is too large for the score; None: for no pair."""
