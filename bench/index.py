@@ -233,7 +233,8 @@ def measure_index_bytes(database: qkv.Database) -> int:
     snapshot = database._view.snapshot
     entries = [part.entry for part in snapshot.list_parts() if part.entry is not None]
     stored = [snapshot.read_index(entry) for entry in entries]
-    return sum(x.nbytes for index in stored if index is not None for x in index[0].values())
+    arrays = [x for index in stored if index is not None for x in index[0].tensors.values()]
+    return sum(x.nbytes for x in arrays)
 
 
 def ask_one(database: qkv.Database, options: Any, query: np.ndarray) -> Any:

@@ -34,6 +34,17 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(limits, "MAX_BUFFERED_ROWS", 400)
 
 
+@pytest.fixture(params=["in memory", "mapped"])
+def codes(request, monkeypatch):
+    """Where the codes are: small indexes are loaded, large ones stay in their files."""
+    if request.param == "mapped":
+        monkeypatch.setattr(row_index, "MAX_LOADED_BYTES", 0)
+        monkeypatch.setattr(segment_index, "RELEASED_BYTES", 2**20)
+        monkeypatch.setattr(limits, "MAX_UNMAPPED_BYTES", 0)
+        monkeypatch.setattr(limits, "MAX_MAPPED_BYTES", 0)
+    return request.param
+
+
 def make_keys(rows=ROWS, seed=0):
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(0).normal(size=(20, WIDTH))
@@ -70,7 +81,7 @@ def matches_exact(D, queries, least=0.9):
     return np.mean(hits) >= least
 
 
-def test_files_and_reopening(tmp_path):
+def test_files_and_reopening(tmp_path, codes):
     path = tmp_path / "s.qkv"
     x = create(path)
     segments = sorted(path.glob("segment-*"))
@@ -398,7 +409,7 @@ def test_killed_while_indexing(tmp_path, round_):
         assert check_store(path, repair=True) == [] or check_store(path) == []
 
 
-def test_segments_are_searched_together(tmp_path):
+def test_segments_are_searched_together(tmp_path, codes):
     """One search covers the segments of one build, also for versions that have only some of them,
     and where rows were deleted."""
     path = tmp_path / "s.qkv"
@@ -418,7 +429,38 @@ def test_segments_are_searched_together(tmp_path):
         matches_exact(D, x[700:730])
 
 
-def test_few_rows_of_many_segments_pass(tmp_path, monkeypatch):
+def test_truncated_while_it_is_open(tmp_path, monkeypatch):
+    """Reading the missing pages of a mapped index would kill the process."""
+    monkeypatch.setattr(row_index, "MAX_LOADED_BYTES", 0)
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    with qkv.open(path) as D:
+        assert is_indexed(D, x[0])
+        lists = D._view.index_cache["distance"]._groups[0].lists
+        assert isinstance(lists, segment_index.MappedLists)
+        os.truncate(index_files(path)[1], 4096)
+        with pytest.raises(StoreDamagedError, match="The rows are intact"):
+            D.ask(x[0], **OPTIONS)
+
+
+def test_pages_of_random_reads_are_released(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_UNMAPPED_BYTES", 0)
+    monkeypatch.setattr(limits, "MAX_MAPPED_BYTES", 100 * limits.MAPPED_BYTES_PER_READ)
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    released = []
+    with qkv.open(path) as D:
+        D.ask(x[0], **OPTIONS)
+        segments = list(D._view.snapshot._blob_storage._open_segments.values())
+        assert sum(segment.mapped_bytes for segment in segments) < limits.MAX_MAPPED_BYTES
+        monkeypatch.setattr(limits, "MAX_MAPPED_BYTES", limits.MAPPED_BYTES_PER_READ)
+        monkeypatch.setattr(type(segments[0]), "release_pages", lambda x: released.append(x))
+        for q in x[:5]:
+            D.ask(q, **OPTIONS)
+    assert {id(segment) for segment in released} == {id(segment) for segment in segments}
+
+
+def test_few_rows_of_many_segments_pass(tmp_path, codes, monkeypatch):
     """Their vectors are read, in all segments and where rows were deleted."""
     path = tmp_path / "s.qkv"
     x = create(path)
@@ -437,7 +479,7 @@ def test_few_rows_of_many_segments_pass(tmp_path, monkeypatch):
         assert D.at(version).ask(x[7], **options).rows[0].index == 7
 
 
-def test_a_version_without_some_segments(tmp_path):
+def test_a_version_without_some_segments(tmp_path, codes):
     path = tmp_path / "s.qkv"
     x = create(path)
     with qkv.open(path) as D:

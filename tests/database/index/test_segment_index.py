@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from qkv.database.index import segment_index
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
 from qkv.database.index.segment_index import (
+    MappedLists,
     MergedLists,
     SegmentIndex,
     build_arrays,
     describe_arrays,
 )
+from qkv.database.storage.segments import Segment
 from qkv.scores import Additive, Cosine, Dot, Gaussian, Laplace, ScaledDot
 from qkv.weightings import Softmax
 
@@ -94,6 +97,39 @@ def check_search(metric, x, arrays):
     counts = index.count_rows(allowed)
     assert counts.sum() == allowed.sum()
     assert counts[0] == allowed[list(first_rows)].sum()
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
+def test_mapped_codes(metric, monkeypatch):
+    """Codes that stay in files give the same rows, also if their memory is released."""
+    monkeypatch.setattr(segment_index, "RELEASED_BYTES", 1)
+    x = make_vectors(metric, 2 * ROWS)
+    centres = segment_index.train_centres(x, 2 * ROWS, metric)
+    indexes = {MergedLists: [], MappedLists: []}
+    for start in (0, ROWS):
+        part = x[start : start + ROWS]
+        arrays = build_arrays(lambda i, j, part=part: part[i:j], ROWS, metric, centres)
+        file = Segment(np.zeros(0, np.int64), arrays)
+        for kind, parts in indexes.items():
+            parts.append(SegmentIndex(arrays, describe_arrays(metric), ROWS, WIDTH, file))
+            assert kind is MergedLists or parts[0].has_same_codes(parts[-1])
+    merged, mapped = (kind(parts) for kind, parts in indexes.items())
+    q = metric.prepare_vectors(np.random.default_rng(1).normal(size=(5, WIDTH)))
+    near_lists = similarity(metric, q, centres.means)
+    lists = np.argsort(-near_lists, axis=1)[:, :7]
+    near_lists = np.take_along_axis(near_lists, lists, 1)
+    lists[2, 3:] = lists[4] = -1
+    allowed = np.packbits(np.arange(2 * ROWS) % 3 == 0, bitorder="little")
+    for bits in (None, allowed, allowed):
+        for count in (1, 40, 2 * ROWS):
+            one, other = (y.search(q, lists, near_lists, count, bits) for y in (merged, mapped))
+            np.testing.assert_array_equal(one[0], other[0])
+            is_row = one[0] >= 0
+            assert not is_row[4].any() and is_row[0].any()
+            np.testing.assert_allclose(one[1][is_row], other[1][is_row], rtol=1e-6)
+    for count in (1, 40):
+        np.testing.assert_array_equal(*(y.find_rows(q, 9, count) for y in (merged, mapped)))
+    assert mapped.segments[0].code is not None and merged.segments[0].code is None
 
 
 def test_not_finite():

@@ -97,7 +97,7 @@ def read_metric_name(snapshot: Snapshot, part: SegmentPart) -> str | None:
 
     assert part.entry is not None
     try:
-        stored = snapshot.read_index(part.entry)
+        stored = snapshot.read_index(part.entry, is_mapped=True)
     except StoreDamagedError:
         return None
     if stored is None or stored[1].get("index") != segment_index.FORMAT:

@@ -12,7 +12,7 @@ import numpy as np
 
 from qkv.database.errors import StoreDamagedError, reason
 from qkv.database.index.metric import IndexMetric, MetricName
-from qkv.database.index.segment_index import MergedLists, SegmentIndex
+from qkv.database.index.segment_index import MappedLists, MergedLists, SegmentIndex
 from qkv.database.storage.segments import SegmentEntry
 from qkv.database.storage.snapshot import SegmentPart, Snapshot
 from qkv.database.table.row_selection import RowSelection
@@ -31,6 +31,8 @@ MAX_SCORES_PER_SEARCH = 2**24
 MAX_QUERIES_PER_CALL = 8
 """For more queries, a product of matrices finds the lists faster than FAISS."""
 
+MAX_LOADED_BYTES = 2**29
+"""If the codes of a version have more bytes, they stay in the files, which are mapped."""
 
 MAX_READ_ALONE_SHARE = 0.05
 """If at most this share of the rows is allowed, only their vectors are read, not all codes.
@@ -577,8 +579,9 @@ def _load_indexes(
             if lists.metric == metric:
                 merged |= {file: (lists, i) for i, file in enumerate(files)}
     groups: list[list[tuple[str, SegmentIndex]]] = []
+    is_mapped = sum(entry.rows for entry in entries.values()) * width > MAX_LOADED_BYTES
     for file, entry in entries.items():
-        index = None if file in merged else _load_index(snapshot, entry, metric, width)
+        index = None if file in merged else _load_index(snapshot, entry, metric, width, is_mapped)
         if index is not None:
             same = next((group for group in groups if index.has_same_codes(group[0][1])), None)
             if same is None:
@@ -587,7 +590,9 @@ def _load_indexes(
                 index.mean = same[0][1].mean  # once in memory: the next segment reuses the other
             same.append((file, index))
     for group in groups:
-        files, lists = [file for file, _ in group], MergedLists([index for _, index in group])
+        files, indexes = [file for file, _ in group], [index for _, index in group]
+        are_mapped = all(index.file is not None for index in indexes)
+        lists = MappedLists(indexes) if are_mapped else MergedLists(indexes)
         loaded.append((lists, files))
         merged |= {file: (lists, i) for i, file in enumerate(files)}
     _INDEXES_BY_STORE[snapshot.store_identity] = loaded
@@ -600,14 +605,16 @@ def forget_indexes(snapshot: Snapshot) -> None:
 
 
 def _load_index(
-    snapshot: Snapshot, entry: SegmentEntry, metric: MetricName, width: int
+    snapshot: Snapshot, entry: SegmentEntry, metric: MetricName, width: int, is_mapped: bool
 ) -> SegmentIndex | None:
     """Read and check the index of a segment. A damaged one is logged and not used."""
     try:
-        stored = snapshot.read_index(entry)
+        stored = snapshot.read_index(entry, is_mapped)
         if stored is None or stored[1].get("metric") != metric:
             return None
-        return SegmentIndex(*stored, entry.rows, width)
+        arrays, metadata = stored
+        file = arrays if arrays.is_mapped else None
+        return SegmentIndex(arrays.tensors, metadata, entry.rows, width, file)
     except (StoreDamagedError, KeyError, TypeError, ValueError) as error:
         text = reason(error) if isinstance(error, StoreDamagedError) else str(error)
         log_warning("the index of %s is not used, and its rows are scanned (%s)", entry.file, text)

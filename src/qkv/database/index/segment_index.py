@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.database.index.metric import METRICS, IndexMetric
+from qkv.database.storage.segments import Segment, damaged_index_error
 from qkv.errors import require_extra
 from qkv.util.deadline import check_deadline
 
@@ -40,6 +41,12 @@ are float16. A few rows far from all others make the steps of 8-bit codes large.
 """
 
 MAX_FLOAT16 = 6e4
+
+RELEASED_BYTES = 2**27
+"""After a search has read so many bytes of mapped codes, their memory is released."""
+
+BYTES_AROUND_LIST = 2**17
+"""The system maps up to this number of bytes before and after the codes that are read."""
 
 BOUNDS_MARGIN = 0.25
 """The bounds of the codes extend those of the sampled rows on each side by this share."""
@@ -224,12 +231,18 @@ def describe_arrays(metric: IndexMetric) -> dict[str, str]:
 class SegmentIndex:
     """The index of a segment with `rows` rows. The constructor checks all arrays.
 
-    It raises `ValueError` for arrays that `build_arrays` cannot have returned. `code` and
-    `row_of_entry` are None after the codes were loaded for the search.
+    It raises `ValueError` for arrays that `build_arrays` cannot have returned. If `file` maps them
+    into memory, only `code` is read from there afterwards. `code` and `row_of_entry` are None after
+    the codes were loaded for the search.
     """
 
     def __init__(
-        self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], rows: int, width: int
+        self,
+        arrays: Mapping[str, np.ndarray],
+        metadata: Mapping[str, str],
+        rows: int,
+        width: int,
+        file: Segment | None = None,
     ) -> None:
         metric = metadata.get("metric")
         if metadata.get("index") != FORMAT or metric not in METRICS:
@@ -241,10 +254,12 @@ class SegmentIndex:
         names = "mean", "spread", "start", "bounds"
         self.mean, self.spread, self.start, self.bounds = (arrays[name].copy() for name in names)
         self.counts = np.diff(self.start)
-        self.row_of_entry: np.ndarray | None = arrays["row"]
+        self.file = file
+        row = arrays["row"]
+        self.row_of_entry: np.ndarray | None = row if file is None else row.copy()
         number = np.uint16 if len(self.mean) <= 2**16 else np.uint32
         self._list_of_row = np.empty(rows, number)
-        self._list_of_row[arrays["row"]] = np.arange(len(self.mean)).repeat(self.counts)
+        self._list_of_row[row] = np.arange(len(self.mean)).repeat(self.counts)
         self.code: np.ndarray | None = arrays["code"]
         self.is_8_bit = self.code.dtype == np.uint8
 
@@ -286,11 +301,12 @@ class MergedLists:
         self.rows = sum(x.rows for x in segments)
         self.metric, self.list_count = first.metric, first.list_count
         self._faiss = load_faiss()
-        self._lists = self._load_lists(first)
+        self._lists = self._make_empty_lists(first)
         self._parameters: tuple[np.ndarray | None, int, Any] | None = None
+        self._load_codes()
 
-    def _load_lists(self, first: SegmentIndex) -> Any:
-        """Return the lists as an index of FAISS, in which the id of an entry is its number."""
+    def _make_empty_lists(self, first: SegmentIndex) -> Any:
+        """Return the lists without rows as an index of FAISS."""
         faiss = self._faiss
         kind = faiss.METRIC_L2 if self.metric == "distance" else faiss.METRIC_INNER_PRODUCT
         lists = faiss.IndexIVFScalarQuantizer(
@@ -306,6 +322,11 @@ class MergedLists:
             bounds = np.ascontiguousarray(first.bounds, np.float32)
             faiss.copy_array_to_vector(bounds.reshape(-1), lists.sq.trained)
         lists.is_trained = True
+        return lists
+
+    def _load_codes(self) -> None:
+        """Move the codes into the lists, in which the id of an entry is its number."""
+        faiss, lists, first = self._faiss, self._lists, self.segments[0]
         # Lists that grow with each segment would take up to twice the memory.
         filled = np.zeros(first.list_count, np.int64)
         counts = np.sum([segment.counts for segment in self.segments], axis=0)
@@ -326,7 +347,6 @@ class MergedLists:
             segment.code = segment.row_of_entry = None
             del codes
         lists.ntotal = self.rows
-        return lists
 
     def search(
         self,
@@ -393,6 +413,110 @@ class MergedLists:
             parameters = faiss.SearchParametersIVF(nprobe=lists, sel=selector)
         self._parameters = allowed, lists, parameters
         return parameters
+
+
+class MappedLists(MergedLists):
+    """The same lists, with codes that stay in files, which are mapped into memory.
+
+    A search reads the codes of some lists. From time to time their memory is released.
+    """
+
+    def _load_codes(self) -> None:
+        self._read_bytes = 0
+        # FAISS cannot delete a scanner from Python, so threads borrow those that exist.
+        self._free_scanners: list[Any] = []
+
+    def search(
+        self,
+        queries: np.ndarray,
+        lists: np.ndarray,
+        list_similarity: np.ndarray,
+        count: int,
+        allowed: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        self._check_not_truncated()
+        is_distance = self.metric == "distance"
+        nearness = np.full((len(queries), count), np.inf if is_distance else -np.inf, np.float32)
+        numbers = np.full((len(queries), count), -1)
+        scanner = self._borrow_scanner()
+        try:
+            self._scan(scanner, queries, lists, list_similarity, allowed, nearness, numbers)
+        finally:
+            self._free_scanners.append(scanner)
+        # FAISS leaves a heap.
+        order = np.argsort(nearness if is_distance else -nearness, axis=1, kind="stable")
+        numbers, nearness = (np.take_along_axis(x, order, axis=1) for x in (numbers, nearness))
+        if is_distance:
+            nearness *= np.float32(-0.5)
+        return numbers, nearness
+
+    def find_rows(self, queries: np.ndarray, lists: int, count: int) -> np.ndarray:
+        queries = np.ascontiguousarray(queries, np.float32)
+        similarity, nearest = self._lists.quantizer.search(queries, min(lists, self.list_count))
+        return self.search(queries, nearest, similarity, count, None)[0]
+
+    def _borrow_scanner(self) -> Any:
+        try:
+            return self._free_scanners.pop()
+        except IndexError:
+            # The parameters of the method of the derived class differ between versions of FAISS.
+            return self._faiss.IndexIVF.get_InvertedListScanner(self._lists, False)
+
+    def _scan(
+        self,
+        scanner: Any,
+        queries: np.ndarray,
+        lists: np.ndarray,
+        list_similarity: np.ndarray,
+        allowed: np.ndarray | None,
+        nearness: np.ndarray,
+        numbers: np.ndarray,
+    ) -> None:
+        """Write the nearest rows of each query, as a heap, into `nearness` and `numbers` (n, c)."""
+        swig_ptr, (columns, count) = self._faiss.swig_ptr, (lists.shape[1], numbers.shape[1])
+        queries = np.ascontiguousarray(queries, np.float32)
+        # Each list is read once for all queries.
+        flat, similarity = lists.reshape(-1), list_similarity.reshape(-1)
+        order = flat.argsort(kind="stable")
+        last, entries = -1, list[tuple[np.ndarray, np.ndarray]]()
+        for place, i in zip(order.tolist(), flat[order].tolist(), strict=True):
+            if i < 0:
+                continue
+            if i != last:
+                check_deadline()
+                last, entries = i, list(self._iterate_entries(i, allowed))
+            query = place // columns
+            scanner.set_query(swig_ptr(queries[query]))
+            scanner.set_list(i, float(similarity[place]))
+            best = swig_ptr(nearness[query]), swig_ptr(numbers[query])
+            for part, codes in entries:
+                scanner.scan_codes(len(part), swig_ptr(codes), swig_ptr(part), *best, count)
+
+    def _check_not_truncated(self) -> None:
+        for segment in self.segments:
+            assert segment.file is not None
+            segment.file.check_not_truncated(damaged_index_error)
+
+    def _iterate_entries(
+        self, i: int, allowed: np.ndarray | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the numbers of the allowed rows in a list and their codes, for each segment."""
+        for segment, number in zip(self.segments, self.first_numbers.tolist(), strict=True):
+            begin, end = segment.start[i : i + 2].tolist()
+            if end > begin:
+                assert segment.code is not None and segment.row_of_entry is not None
+                codes = segment.code[begin:end]
+                self._read_bytes += codes.nbytes + 2 * BYTES_AROUND_LIST
+                numbers = segment.row_of_entry[begin:end].astype(np.int64) + number
+                if allowed is not None:
+                    is_allowed = (allowed[numbers >> 3] >> (numbers & 7) & 1).astype(bool)
+                    numbers, codes = numbers[is_allowed], codes[is_allowed]
+                yield numbers, codes.view(np.uint8)
+        if self._read_bytes > RELEASED_BYTES:
+            self._read_bytes = 0
+            for segment in self.segments:
+                assert segment.file is not None
+                segment.file.release_pages()
 
 
 def read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:

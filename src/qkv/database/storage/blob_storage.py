@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from qkv.database.errors import StoreDamagedError, unwritable_error
-from qkv.database.storage import safe_open, segments
+from qkv.database.errors import unwritable_error
+from qkv.database.storage import limits, safe_open, segments
 from qkv.database.storage.segments import (
     IDS_TENSOR,
     FileColumn,
@@ -29,7 +29,7 @@ from qkv.database.storage.segments import (
 from qkv.frameworks.ragged import concat_ragged
 from qkv.util.logging import debug_logger
 
-SegmentIndexData = tuple[dict[str, np.ndarray], dict[str, str]]
+SegmentIndexData = tuple[Segment, dict[str, str]]
 """The arrays and the metadata of a segment's index."""
 
 
@@ -104,9 +104,9 @@ class MemoryBlobStorage:
     def write_index(self, entry: SegmentEntry, arrays: Tensors, metadata: FileMetadata) -> None:
         """Store the index of a segment; it replaces an older one."""
         copies = {name: _join_read_only([array]) for name, array in arrays.items()}
-        self._indexes[entry.file] = copies, dict(metadata)
+        self._indexes[entry.file] = Segment(np.zeros(0, np.int64), copies), dict(metadata)
 
-    def read_index(self, entry: SegmentEntry) -> SegmentIndexData | None:
+    def read_index(self, entry: SegmentEntry, is_mapped: bool = False) -> SegmentIndexData | None:
         """Return the arrays and the metadata of a segment's index, or None if it has none."""
         return self._indexes.get(entry.file)
 
@@ -118,6 +118,9 @@ class MemoryBlobStorage:
     def list_index_files(self) -> list[str]:
         """Return the names of all indexes."""
         return list(map(index_file, self._indexes))
+
+    def count_random_reads(self, count: int) -> None:
+        """Count reads at random positions of segments. In memory, this does nothing."""
 
     def sync_storage(self) -> None:
         """Sync the folder, so that all files survive a power loss. In memory, this does nothing."""
@@ -156,6 +159,7 @@ class DiskBlobStorage:
         self._folder = folder
         self._file_system = files or FileSystem()
         self._open_segments: WeakValueDictionary[str, Segment] = WeakValueDictionary()
+        self._random_reads = 0
 
     def write_segment(
         self, file: str, layout: Layout, parts: Sequence[Segment], metadata: FileMetadata
@@ -241,14 +245,28 @@ class DiskBlobStorage:
         }
         self._write_file(index_file(entry.file), columns, metadata)
 
-    def read_index(self, entry: SegmentEntry) -> SegmentIndexData | None:
+    def count_random_reads(self, count: int) -> None:
+        """Count reads at random positions of segments.
+
+        From time to time, the memory of the pages around them is released.
+        """
+        self._random_reads += count
+        if self._random_reads * limits.MAPPED_BYTES_PER_READ > limits.MAX_MAPPED_BYTES:
+            self._random_reads = 0
+            mapped = list(self._open_segments.values())
+            if sum(segment.mapped_bytes for segment in mapped) > limits.MAX_MAPPED_BYTES:
+                for segment in mapped:
+                    segment.release_pages()
+
+    def read_index(self, entry: SegmentEntry, is_mapped: bool = False) -> SegmentIndexData | None:
         """Return the arrays and the metadata of a segment's index, or None if it has none.
 
-        Raise `StoreDamagedError` if it is not what was written, or belongs to another segment.
+        The arrays are the tensors of a segment without rows, in memory or mapped. Raise
+        `StoreDamagedError` if they are not what was written, or belong to another segment.
         """
         path = self._file_path(index_file(entry.file))
         try:
-            arrays, metadata = segments.read_index_file(path)
+            arrays, metadata = segments.read_index_file(path, is_mapped)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -257,9 +275,11 @@ class DiskBlobStorage:
             entry.file,
             entry.checksum.hex(),
         ):
-            raise damaged_index_error(path, "it belongs to another segment")
-        if metadata.get("checksum") != _checksum_of_arrays(arrays):
-            raise damaged_index_error(path, "its content is not what was written")
+            raise segments.damaged_index_error(path, "it belongs to another segment")
+        if metadata.get("checksum") != _checksum_of_arrays(arrays.tensors):
+            raise segments.damaged_index_error(path, "its content is not what was written")
+        if is_mapped:
+            arrays.release_pages()  # the checksum has read all of them
         return arrays, metadata
 
     def discard_file(self, file: str) -> OSError | None:
@@ -328,14 +348,6 @@ class DiskBlobStorage:
 
 
 BlobStorage = MemoryBlobStorage | DiskBlobStorage
-
-
-def damaged_index_error(path: Path, what: str) -> StoreDamagedError:
-    """Return the error for an index that is not as it was written."""
-    return StoreDamagedError(
-        f"{path} is damaged: {what}. The rows are intact: qkv check --repair removes the index, "
-        "and D.index() builds it again"
-    )
 
 
 def _checksum_of_arrays(arrays: Tensors) -> str:

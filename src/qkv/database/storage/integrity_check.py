@@ -767,7 +767,7 @@ def _check_indexes(catalog: Catalog, disk: DiskBlobStorage, repair: bool) -> Ite
         if index_file(entry.file) not in files:
             continue
         try:
-            disk.read_index(entry)
+            disk.read_index(entry, is_mapped=True)
         except (StoreDamagedError, StoreUnreadableError) as error:
             if entry not in catalog.list_segments():  # a compaction has replaced the segment
                 continue

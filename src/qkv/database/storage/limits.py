@@ -38,3 +38,9 @@ MAX_RESIDENT_BYTES = 2 << 30
 
 WINDOW_BYTES = 64 << 20
 """The size of the parts in which such a scan reads the tensors."""
+
+MAX_MAPPED_BYTES = 256 << 20
+"""After reads at random positions have mapped so many bytes of files, their memory is released."""
+
+MAPPED_BYTES_PER_READ = 64 << 10
+"""The number of bytes that the system maps at most for one read at a random position."""

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -218,6 +218,8 @@ _FILE_NAME_PATTERN = re.compile(
 
 _INDEX_NAME_PATTERN = re.compile(rf"index-([0-9]{{8,16}}){re.escape(SEGMENT_SUFFIX)}")
 
+MakeError = Callable[[Path, str], StoreDamagedError]
+"""Returns the error for a damaged file, from its path and what is wrong."""
 FileColumn = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
 """A tensor of a file: its name, type and shape, and its rows in several arrays."""
 FileMetadata = Mapping[str, str]
@@ -265,21 +267,32 @@ class Segment:
         return Segment(self.ids[rows], tensors, memory, self._path)
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether the tensors are in a file that is mapped into memory."""
+        return self._memory is not None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The size of the file that is mapped into memory, or 0."""
+        return 0 if self._memory is None else len(self._memory)
+
+    @property
     def is_truncated(self) -> bool:
         """Whether the file has become shorter since it was mapped."""
         return self._memory is not None and self._memory.size() < len(self._memory)
 
-    def check_not_truncated(self) -> None:
-        """Raise `StoreDamagedError` if the file was truncated.
+    def check_not_truncated(self, make_error: MakeError | None = None) -> None:
+        """Raise `StoreDamagedError`, or another error, if the file was truncated.
 
         Reading the missing pages would kill the process.
         """
         memory = self._memory
         if memory is not None and memory.size() < len(memory):
-            raise self.damaged_error("it was truncated while it was open")
+            raise self.damaged_error("it was truncated while it was open", make_error)
 
-    def damaged_error(self, what: str) -> StoreDamagedError:
-        return damaged_file_error(self._path or Path("a store in memory"), what)
+    def damaged_error(self, what: str, make_error: MakeError | None = None) -> StoreDamagedError:
+        make_error = make_error or damaged_file_error
+        return make_error(self._path or Path("a store in memory"), what)
 
     def prefetch_tensors(self, names: Collection[str]) -> None:
         """Advise the operating system that these tensors will be read next."""
@@ -397,14 +410,18 @@ def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
     return Segment(ids, tensors, mapped, path)
 
 
-def read_index_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read the arrays of an index into memory, and its metadata."""
+def read_index_file(path: Path, is_mapped: bool = False) -> tuple[Segment, dict[str, str]]:
+    """Return the arrays of an index as the tensors of a segment without rows, and its metadata.
+
+    They are read into memory, or mapped.
+    """
     size = path.stat().st_size
-    memory = _map_file(path, size, max_unmapped=size)
+    memory = _map_file(path, size, max_unmapped=0 if is_mapped else size)
     metadata = _read_header(path, memory)[0].get("__metadata__")
     if not isinstance(metadata, dict):
         raise damaged_file_error(path, "its header cannot be read")
-    return _tensor_views(path, memory), metadata
+    mapped = memory if isinstance(memory, mmap.mmap) else None
+    return Segment(np.zeros(0, np.int64), _tensor_views(path, memory), mapped, path), metadata
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:
@@ -420,6 +437,14 @@ def damaged_file_error(path: Path, what: str) -> StoreDamagedError:
     return StoreDamagedError(
         f"{path} is damaged: {what}. Restore it from a backup, or open the store with "
         "skip_damaged=True to use the other rows; qkv check lists all damage"
+    )
+
+
+def damaged_index_error(path: Path, what: str) -> StoreDamagedError:
+    """Return the error for an index that is not as it was written."""
+    return StoreDamagedError(
+        f"{path} is damaged: {what}. The rows are intact: qkv check --repair removes the index, "
+        "and D.index() builds it again"
     )
 
 

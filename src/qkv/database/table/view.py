@@ -46,6 +46,9 @@ if TYPE_CHECKING:  # these modules are loaded when keys are encoded
 ROWS_PER_CHUNK = 8192
 """The number of rows that are read at a time."""
 
+READS_PER_RECORD = 3
+"""The number of places of a file where the cells of one row are read."""
+
 MAX_GATHERED_ROWS = 2**14
 """Up to this number of candidates are copied into one array."""
 
@@ -334,6 +337,7 @@ class TableView:
         short, fresh = self._row_cache, {}
         new = [id_ for id_ in ids if id_ not in short]
         if new:
+            self.snapshot.count_random_reads(READS_PER_RECORD * len(new))
             if len(short) + len(new) > limits.MAX_CACHED_ROWS:
                 self._row_cache = {}
             for id_, text in zip(new, self.snapshot.read_records(new), strict=True):
@@ -660,6 +664,7 @@ class TableView:
     def read_tensor_at(self, name: str, positions: np.ndarray) -> np.ndarray:
         """Return a tensor of the rows at some positions in any order, (…, width) or (…)."""
         starts, parts, live_rows = self._located_parts
+        self.snapshot.count_random_reads(positions.size)
         if len(parts) == 1:
             parts[0].check_not_truncated()
             at = positions if live_rows[0] is None else live_rows[0][positions]
