@@ -33,6 +33,33 @@ def own_facts():
 
 
 @pytest.fixture(autouse=True)
+def run_both_backward_ways(monkeypatch):
+    """Calls with few queries run the kernels for many queries too; the gradients must agree."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from qkv.engines.triton.backward import backward, backward_few_queries
+    from qkv.engines.triton.launching import launch
+
+    def fill_both(call, along, along_lse, out, kept, known, exact, grads):
+        given = call, along, along_lse, out, kept, known, exact
+        fill(*given, grads)
+        if launch.launch_kernel is not launch_kernel or not launch.is_interpreted():
+            return  # the test stands in for launches
+        other = backward.Gradients(*map(torch.empty_like, grads))
+        backward.fill_by_sides(*given, other, True, True, False, False)
+        close = 3e-2 if call.query.dtype != torch.float32 else 1e-3
+        for name, x, y in zip(grads._fields[:4], grads, other, strict=False):
+            if x.numel():
+                size = y.float().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+                torch.testing.assert_close(
+                    x, y, rtol=close, atol=close * size + 1e-6, equal_nan=True, msg=name
+                )
+
+    fill, launch_kernel = backward_few_queries.fill_gradients, launch.launch_kernel
+    monkeypatch.setattr(backward_few_queries, "fill_gradients", fill_both)
+
+
+@pytest.fixture(autouse=True)
 def quick_interpreter(monkeypatch):
     """The interpreter without what it does twice, and with a product of bfloat16."""
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import triton.language as tl
 
 from qkv.engines.triton import attend_operator, nan_repair
-from qkv.engines.triton.backward import backward
+from qkv.engines.triton.backward import backward, backward_few_queries
 from qkv.engines.triton.call_arrays import KERNEL_WEIGHTINGS
 from qkv.engines.triton.launching import launch, tile_choice
 from qkv.engines.triton.launching.kernel_call import LOG2E, Numbers
@@ -78,7 +78,7 @@ def battery():
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
-    for name in ("pool", "split", "to_keys", "to_queries"):
+    for name in ("pool", "split", "few_queries", "to_keys", "to_queries"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL)
     monkeypatch.setattr(launch, "MIN_ROWS_PER_PART", 1)
     monkeypatch.setattr(tile_choice, "MAX_FORWARD_TILE_WIDTH", 64)
@@ -673,9 +673,15 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
             if width in facts and block in facts:
                 seen[kernel.__name__, width].add(facts[width] % facts[block] == 0)
 
+    def fill_both(*given):
+        fill(*given)
+        backward.fill_by_sides(*given, True, True, False, False)
+
+    fill = backward_few_queries.fill_gradients
+    monkeypatch.setattr(backward_few_queries, "fill_gradients", fill_both)
     monkeypatch.setattr(launch, "launch_kernel", record)
     monkeypatch.setattr(tile_lists, "MIN_LISTED_LENGTH", 32)
-    for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
+    for name in ("pool", "split", "few_queries", "to_keys", "to_queries", "to_pairs"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
@@ -726,7 +732,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     every = {
         "PAIRS": {0, 1, 2},
         "WEIGHTING": set(KERNEL_WEIGHTINGS.values()),
-        "POWER": {0, 1, 2},
+        "POWER": {0, 1, 2, 3},
         "CENTRE": {0, 1, 2},
         "PRECISION": {"ieee"},  # likewise
         "SCORES": {"ieee"},
@@ -764,8 +770,19 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "backward_queries_kernel": {"PACKED"},
         "backward_mask_kernel": {"PACKED", "TMA", "LAID"},
     }
+    few_queries = {
+        "WEIGHTING": {"softmax", "sigmoid", "entmax", "topk", "normalized"},
+        "POWER": {0, 2, 3},
+        "PAIRS": {0, 1, 2},
+    }
+    names = "MASKED SPLIT PACKED CENTRE CENTRED FROM_OUTPUT BIAS LOWER UPPER LAYOUT DROP TMA"
+    few_queries |= dict.fromkeys(names.split(), both)
+    for name, values in few_queries.items():
+        assert seen["backward_few_queries_kernel", name] == values, name
     for (kernel, name), values in seen.items():
         if kernel in ("classify_tiles_kernel", "write_tile_lists_kernel"):  # test_tile_lists
+            continue
+        if kernel in ("backward_few_queries_kernel", "join_parts_kernel"):
             continue
         want = narrower.get((kernel, name), every.get(name, both))
         if (kernel, name) in {("centre_kernel", "D"), ("merge_kernel", "D")}:
@@ -777,9 +794,11 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "pool_kernel",
         "merge_kernel",
         "centre_kernel",
+        "backward_few_queries_kernel",
         "backward_keys_kernel",
         "backward_queries_kernel",
         "backward_mask_kernel",
+        "join_parts_kernel",
         "clear_kernel",
         "classify_tiles_kernel",
         "write_tile_lists_kernel",

@@ -24,7 +24,13 @@ from qkv.engines.triton.additive import (
     additive_features,
     additive_projection,
 )
-from qkv.engines.triton.backward import backward, backward_keys, backward_queries, wide_gradients
+from qkv.engines.triton.backward import (
+    backward,
+    backward_few_queries,
+    backward_keys,
+    backward_queries,
+    wide_gradients,
+)
 from qkv.engines.triton.forward import forward
 from qkv.engines.triton.launching import (
     joined_arrays,
@@ -110,6 +116,8 @@ def counted(monkeypatch):
         (additive_exact, "fold_kernel"), (score_tile, "centre_kernel"),
         (additive_features, "_features_grad_kernel"), (backward_keys, "backward_keys_kernel"),
         (backward_queries, "backward_queries_kernel"),
+        (backward_few_queries, "backward_few_queries_kernel"),
+        (backward_few_queries, "join_parts_kernel"),
         (norms, "_square_backward_kernel"), (weights, "weights_kernel"),
         (wide_gradients, "clear_kernel"), (joined_arrays, "copy_kernel"),
     ):  # fmt: skip

@@ -18,7 +18,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.engines import plan_cache, triton
 from qkv.engines.triton import norms
-from qkv.engines.triton.backward import backward_keys, backward_queries
+from qkv.engines.triton.backward import backward_few_queries, backward_keys, backward_queries
 from qkv.engines.triton.forward import forward
 from qkv.engines.triton.launching import kernel_call, launch, launch_replay, precompile
 from qkv.engines.triton.sparse import thresholds
@@ -55,6 +55,7 @@ def met(monkeypatch):
         (forward, ("pool_kernel", "merge_kernel")), (score_tile, ("centre_kernel",)),
         (backward_keys, ("backward_keys_kernel",)),
         (backward_queries, ("backward_queries_kernel",)),
+        (backward_few_queries, ("backward_few_queries_kernel", "join_parts_kernel")),
         (norms, ("_square_kernel", "_square_backward_kernel")),
         (thresholds, ("entmax_kernel", "topk_kernel")),
     ):  # fmt: skip
@@ -81,10 +82,14 @@ def arrays_of(learned=True):
     return [torch.randn(x, generator=made).requires_grad_(learned) for x in shapes]
 
 
-WAY_BACK = {"centre_kernel", "backward_keys_kernel", "backward_queries_kernel"}
+WAY_BACK = {"backward_few_queries_kernel"}
+ENTMAX = {"pool_kernel", "entmax_kernel", "join_parts_kernel", *WAY_BACK}
 CASES = {
     "gaussian": ({"score": scores.Gaussian(1.5)}, {"pool_kernel", *WAY_BACK}),
-    "entmax": ({"weighting": "entmax15"}, {"pool_kernel", "entmax_kernel", *WAY_BACK}),
+    "entmax": (
+        {"weighting": "entmax15"},
+        {"pool_kernel", "entmax_kernel", "join_parts_kernel", *WAY_BACK},
+    ),
     "top-k": ({"weighting": weightings.TopK(3)}, {"pool_kernel", "topk_kernel", *WAY_BACK}),
 }
 
@@ -140,7 +145,7 @@ def test_without_a_gradient_backward_is_not_compiled(met):
         qkv.attend(*arrays_of(), engine="triton", weighting="entmax15")
     assert set(early) == {"pool_kernel", "entmax_kernel"} and not late
     qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
-    assert set(late) == WAY_BACK
+    assert set(late) == {"join_parts_kernel", *WAY_BACK}
 
 
 def test_where_backward_does_not_fit_each_kernel_waits_for_its_launch(met, monkeypatch):

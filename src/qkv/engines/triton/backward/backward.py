@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.engines.triton import row_terms
 from qkv.engines.triton.backward import (
+    backward_few_queries,
     backward_keys,
     backward_mask,
     backward_queries,
@@ -88,24 +89,48 @@ def attend_backward(
             best_value.scatter_gradient(call, along, grads.value)
         return grads
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
+    call.constexprs = call.constexprs | {"CENTRED": centred}
+    gradients = along, along_lse, out, kept
+    exact = _needs_exact_centre(call, for_captured)
+    few = for_queries and for_keys and not (for_pairs or for_captured)
+    if few and backward_few_queries.fits_one_tile(call):
+        backward_few_queries.fill_gradients(call, *gradients, known, exact, grads)
+        return grads
+    fill_by_sides(
+        call, *gradients, known, exact, grads, for_queries, for_keys, for_pairs, for_captured
+    )
+    return grads
+
+
+def _needs_exact_centre(call: KernelCall, for_captured: bool) -> bool:
+    """Return whether softmax's centre is summed over the keys.
+
+    The centre from the rounded output is precise enough unless the sum of a row's gradients
+    matters: for a temperature, a gate of few rows, or a single row.
+    """
+    few = call.n <= (tile_choice.MAX_PACKED_ROWS if call.gate_query is not None else 1)
+    exact = call.weighting == "entmax" or few or call.needs_exact_row_sums
+    if for_captured and call.functions is not None:  # sums over keys of a row
+        exact = exact or any("k" not in x.positions for x in call.functions.captured)
+    return exact
+
+
+def fill_by_sides(
+    call: KernelCall, along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor,
+    known: Tensor | None, exact: bool, grads: Gradients, for_queries: bool, for_keys: bool,
+    for_pairs: bool, for_captured: bool,
+) -> None:  # fmt: skip
+    """Fill the gradients with one pass for the queries and one for the keys."""
     broad = (
         call.w > tile_choice.MAX_BACKWARD_TILE_WIDTH or call.d > tile_choice.MAX_BACKWARD_TILE_WIDTH
     )
-    call.constexprs = call.constexprs | {"CENTRED": centred}
     bent = call.gate_query is not None or call.constexprs["CAP"] or call.constexprs["HAS_MOD"]
     bent = bent or call.form != "product"
     fused = call.weighting == "entmax" and for_queries and not broad and not bent
     fused = fused and _split_query_loop(call, call.choose_tile("to_queries", call.n))[0] == 1
-    # Softmax's centre comes from the rounded output. That is precise enough unless the sum of a
-    # row's gradients matters: for a temperature, a gate of few rows, or a single row.
-    few = call.n <= (tile_choice.MAX_PACKED_ROWS if call.gate_query is not None else 1)
-    whole = call.weighting == "entmax" or few or call.needs_exact_row_sums
-    if for_captured and call.functions is not None:  # sums over keys of a row
-        whole = whole or any("k" not in x.positions for x in call.functions.captured)
-    near = fused or not whole
     wide = (broad or not call.has_product) and call.weighting != "average"
     way = BackwardState(call, along, None, kept, grads, wide)
-    way = way._replace(centre=_row_centre(way, along_lse, out, near, known))
+    way = way._replace(centre=_row_centre(way, along_lse, out, fused or not exact, known))
     if fused:
         way = way._replace(centre=_launch_queries(way, fused))
     if for_pairs and call.weighting != "average":
@@ -123,7 +148,6 @@ def attend_backward(
             if x.numel():
                 wide_gradients.fill_zeros(x)
     _launch_both_sides(way, for_queries and not fused, for_keys)
-    return grads
 
 
 def _with_tolerant_thresholds(given: Sequence[Any]) -> Sequence[Any]:

@@ -80,6 +80,8 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
         if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):
             if F.LAID:
                 read = tl.trans(head.pairs.load([start, own.first]))  # (COLS, ROWS)
+            elif F.ROW_PAIRS:  # one row for all queries
+                read = tl.broadcast_to(tl.load(head.pairs + own.at), (F.COLS, F.ROWS))
             else:
                 there = head.pairs + start * tl.cast(steps.p_n, tl.int64)
                 there += own.at + here[None, :] * steps.p_n

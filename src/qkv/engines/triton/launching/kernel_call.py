@@ -186,6 +186,7 @@ class KernelCall:
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
         own |= {"CAP": numbers.cap, "SQUARES": numbers.adds_squares}
         own |= {"SPANS": arrays.key_spans is not None}
+        own["ROW_PAIRS"] = self._shares_mask_row()
         self.constexprs = facts | own | _form_constexprs(self.form, self.w)
         if self.constexprs["BY_COLUMN"]:
             self.constexprs["BLOCK_D"] = max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS)
@@ -225,6 +226,11 @@ class KernelCall:
             return 0
         return int(self.pairs.element_size())
 
+    def _shares_mask_row(self) -> bool:
+        """Return whether all queries of the heads that share keys have one row of the mask."""
+        shape = () if self.pairs is None else self.pairs.shape
+        return len(shape) == 4 and shape[2] == 1 and (shape[1] == 1 or self.group == 1)
+
     def _row_alignment(self) -> int:
         """Return the bitwise OR of all row strides: a power of two divides it if it divides all.
 
@@ -260,8 +266,30 @@ class KernelCall:
             self.gate_key is not None or window or self.constexprs["HAS_MOD"],
             self.float_mask_bytes,
         )  # fmt: skip
+        if self._has_small_blocks(name, tile):
+            # Tiles of the size of the blocks are full or empty.
+            return Tile(64, 64, 64, 4, 3 if name == "pool" else 2)
+        if name == "pool" and self._is_short_batch():
+            return Tile(64, 64, 64, 4, 2, registers=128)  # so that more programs read at once
         # The second sum of a window takes registers: more threads need fewer each.
         return tile._replace(warps=8) if window and tile[:2] == (128, 64) else tile
+
+    def _is_short_batch(self) -> bool:
+        """Return whether masked narrow 16-bit rows are so short that a program starts and ends."""
+        short = 64 < self.n <= 128 and self.m <= 256 and self.is_masked
+        if not short or "pool" in tile_choice.TILE_OVERRIDES or self.weighting != "softmax":
+            return False
+        narrow = max(self.w, self.d) <= 64 and self.query.element_size() == 2
+        return narrow and self.is_plain_product and self.float_mask_bytes == 0
+
+    def _has_small_blocks(self, name: str, tile: Tile) -> bool:
+        """Return whether a tile of a pass over narrow 16-bit rows covers several mask blocks."""
+        if self.layout is None or not self.tile_lists.is_possible:
+            return False
+        if name not in ("pool", "to_keys", "to_queries") or name in tile_choice.TILE_OVERRIDES:
+            return False
+        narrow = max(self.w, self.d) <= 64 and self.query.element_size() == 2
+        return narrow and tile.rows > self.base_sizes.size
 
     def run_with_fitting_tile(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
         """Run with this tile, or with the largest smaller one that the device supports."""

@@ -39,9 +39,9 @@ Jobs = dict[Any, Callable[[], Any]]
 """Functions that compile one kernel each, by `launch.KernelKey`."""
 
 SLOWEST_KERNELS = (
-    "pool_kernel", "topk_kernel", "backward_keys_kernel", "backward_queries_kernel",
-    "entmax_kernel", "_features_grad_kernel", "_projection_kernel", "_features_kernel",
-    "wide_gradients_kernel",
+    "pool_kernel", "topk_kernel", "backward_few_queries_kernel", "backward_keys_kernel",
+    "backward_queries_kernel", "entmax_kernel", "_features_grad_kernel", "_projection_kernel",
+    "_features_kernel", "wide_gradients_kernel",
 )  # fmt: skip
 """Names of the kernels that take longest to compile, the longest first."""
 

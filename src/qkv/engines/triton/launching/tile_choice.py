@@ -43,8 +43,8 @@ class Tile(NamedTuple):
 
 
 TILE_OVERRIDES: dict[str, Tile] = {}
-"""Tiles set by hand, for tests and benchmarks, by pass: "pool", "split", "to_keys", "to_queries",
-"to_pairs", "repair"."""
+"""Tiles set by hand, for tests and benchmarks, by pass: "pool", "split", "few_queries",
+"to_keys", "to_queries", "to_pairs", "repair"."""
 # Registers are limited where the NaN-safe loop would use more, so that more programs run at once.
 _FLOAT_MASK_TILE = Tile(64, 64, 64, 4, 3, uses_descriptors=True)
 _TALL_FLOAT_MASK_TILE = _FLOAT_MASK_TILE._replace(rows=128, warps=8, registers=128)
@@ -88,6 +88,15 @@ def choose_tile(
         if block == 16:
             return Tile(16, 256, 64, 8, 2, 1, True)
         return Tile(block, 128, 64, 8, 3, 1, True) if wide > 64 else Tile(block, 64, 64, 4, 3)
+    if name == "few_queries":
+        block = max(16, next_power_of_2(rows))
+        if size == 4:
+            return Tile(block, 32, 32, 4, 2)
+        if block > MAX_PACKED_ROWS:
+            return Tile(block, 32, 64, 4, 2)
+        return (
+            Tile(block, 128, 64, 8, 3) if block == 16 and wide > 64 else Tile(block, 64, 64, 4, 3)
+        )
     if name == "to_pairs":
         if size == 4:
             return Tile(64, 64 if wide > MAX_BACKWARD_TILE_WIDTH else 32, 32, 4, 2)

@@ -134,6 +134,7 @@ class TileLists:
         by_batch = own_batches > 1 or call.lengths is not None or shape[0] > 1
         by_head = own_heads > 1 or shape[1] > 1
         self.batches, self.heads = call.b if by_batch else 1, call.h if by_head else 1
+        self._kinds: dict[tuple[int, int], Tensor] = {}
 
     def own_lanes(self, positions: frozenset[str]) -> tuple[int, int]:
         """Return the batches and heads for which a function of these positions may differ."""
@@ -166,6 +167,9 @@ class TileLists:
         return at, counts
 
     def _classify(self, rows: int, cols: int, count_i: int, count_j: int) -> Tensor:
+        """Return the kinds of all tiles of a size; passes with equal tiles share them."""
+        if (rows, cols) in self._kinds:
+            return self._kinds[rows, cols]
         call = self.call
         lanes = self.batches * self.heads
         kinds = workspace.allocate_buffer(call.query, (lanes, count_i, count_j), torch.int8)
@@ -178,4 +182,5 @@ class TileLists:
         call.launch_kernel(
             classify_tiles_kernel, grid, (kinds,), None, sizes, facts, Tile(rows, cols, 1, 4, 1)
         )
+        self._kinds[rows, cols] = kinds
         return kinds

@@ -347,6 +347,10 @@ def load_mask_tile(t, rows, keys, times, z, F, MASKED: tl.constexpr):
     if F.PAIRS and (MASKED or not F.SKIPS_PAIRS):
         if F.LAID:
             read = rows.pairs.load([rows.at, start])
+        elif F.ROW_PAIRS:  # one row for all queries
+            there = rows.pairs + (start + near)[None, :] * tl.cast(keys.p_m, tl.int64)
+            read = tl.load(there, mask=j < z.m, other=0) if MASKED else tl.load(there)
+            read = tl.broadcast_to(read, (F.ROWS, F.COLS))
         else:
             there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
             there += rows.at + near[None, :] * keys.p_m
