@@ -6,7 +6,8 @@ So it runs as it is. Its scores and booleans are arguments of a compiled plan.
 
 *On a GPU* (PyTorch) the kernels read the scores like a float mask, so every weighting, mask and
 dropout works with them. In 16 bits with gradients the function also runs on one row, to find what
-it captures, and again in the backward pass.
+it captures, and again in the backward pass. A function that only computes a scaled dot product is
+replaced by that score.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import UnreadArray
 from qkv.masks import Mask
 from qkv.masks.base import ArrayMask, CompoundMask
-from qkv.scores import Constant, FeatureMap, Modified, Score, evaluate_block
+from qkv.scores import Constant, FeatureMap, Modified, ScaledDot, Score, evaluate_block
 from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
@@ -79,6 +80,20 @@ def evaluates_on_device(call: Call) -> bool:
     return few or pairs * _numbers_per_pair(call) <= limit
 
 
+def recognize_product(call: Call) -> Score | None:
+    """Return the scaled dot product that a function on a GPU computes; None if it is another one.
+
+    So it runs in the fused kernels, without an array of scores.
+    """
+    if not (isinstance(call.score, UserScore) and _may_evaluate_on_device(call)):
+        return None
+    key = (
+        call.key if call.key.shape[:-2] == call.lead else calls.repeat_shared_heads(call, call.key)
+    )
+    scale = call.fw.find_dot_scale(call.score.function, call.query, key)
+    return None if scale is None else ScaledDot(scale)
+
+
 def split_queries(call: Call) -> list[Span]:
     """Return the spans of queries whose scores fit on a GPU, if not all do; else an empty list.
 
@@ -122,6 +137,9 @@ def with_placeholder(call: Call) -> Call:
 
     They have a gradient if the query or the key has one, so that `warm` compiles it too.
     """
+    product = recognize_product(call)
+    if product is not None:
+        return replace(call, score=product)
     if not evaluates_on_device(call):
         return call
     fresh = call.upcast()
@@ -140,6 +158,9 @@ def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
 
     None if the call has no function, or if it must run in blocks.
     """
+    product = recognize_product(call)
+    if product is not None:
+        return product, call.rule
     if evaluates_on_device(call):
         return EvaluatedScore(_evaluate_on_device(call)), call.rule
     if not evaluates_functions(call):

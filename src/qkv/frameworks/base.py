@@ -560,6 +560,10 @@ class Framework:
         """
         return None
 
+    def find_dot_scale(self, function: Any, query: Array, key: Array) -> float | None:
+        """Return c if `function(query, key)` is c · q·k and that is known; else None."""
+        return None
+
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         """Return function(*args) and the map from its gradient to the gradients of args."""
         raise FrameworkError(f"{self.name} has no gradients")

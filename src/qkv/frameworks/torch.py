@@ -29,8 +29,13 @@ from qkv.frameworks.base import (
 )
 from qkv.frameworks.squares import NeedsExact, SquareOperations, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
+from qkv.frameworks.torch_dot_scale import find_dot_scale
 from qkv.frameworks.torch_products import use_tensor_cores
-from qkv.frameworks.torch_signatures import NoSignatureError, SignatureBuilder
+from qkv.frameworks.torch_signatures import (
+    FixedSignatureBuilder,
+    NoSignatureError,
+    SignatureBuilder,
+)
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import (
     Array,
@@ -50,6 +55,8 @@ MAX_DEVICE_BLOCK_NUMBERS = 2**27
 
 _PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("torch.pair_numbers")
 MAX_PAIR_NUMBERS_ENTRIES = 256
+_DOT_SCALES: dict[tuple[Any, ...], float | None] = create_table("torch.dot_scales")
+MAX_DOT_SCALES = 256
 
 # Called in every `attend`, so bound to short names.
 _is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -841,6 +848,20 @@ class Torch(Framework):
                 return numbers
             return _PAIR_NUMBERS[signature]
         except (KeyError, TypeError):  # another thread emptied the table, or `code` has no hash
+            return None
+
+    def find_dot_scale(self, function: Any, query: Array, key: Array) -> float | None:
+        try:
+            signature = FixedSignatureBuilder().describe(function), query.shape, key.shape
+        except NoSignatureError:
+            return None
+        try:
+            if signature not in _DOT_SCALES:
+                scale = find_dot_scale(function, query, key)
+                insert_bounded(_DOT_SCALES, signature, scale, MAX_DOT_SCALES)
+                return scale
+            return _DOT_SCALES[signature]
+        except (KeyError, TypeError):  # another thread emptied the table, or a default has no hash
             return None
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:

@@ -89,6 +89,15 @@ class SignatureBuilder:
         return found
 
 
+class FixedSignatureBuilder(SignatureBuilder):
+    """Builds signatures of functions that hold nothing that they could change."""
+
+    def describe(self, x: Any) -> Hashable:
+        if type(x) in (list, dict):
+            raise NoSignatureError
+        return super().describe(x)
+
+
 def _is_fixed(x: Any) -> bool:
     """Return whether x is a module, a class or an operator of a package that does not change."""
     if isinstance(x, ModuleType):

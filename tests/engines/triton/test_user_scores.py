@@ -81,7 +81,7 @@ def test_classes_without_a_form(score):
 def test_a_float_mask_is_added():
     bias = torch.randn(4, 6, 9, device=DEVICE, requires_grad=True)
     arrays = draw_arrays()
-    options = {"score": lambda q, k: q @ k.mT, "weighting": weightings.Softmax(0.7)}
+    options = {"score": lambda q, k: q @ k.mT + 1, "weighting": weightings.Softmax(0.7)}
     compare_with_dense(arrays, [bias], mask=bias, **options)
     with torch.no_grad():
         bias[..., 2:4] = -torch.inf
@@ -92,13 +92,13 @@ def test_a_float_mask_is_added():
 def test_leading_axes(lead):
     arrays = draw_arrays(lead=lead, few=lead[-1]) if lead else [x[0, 0] for x in draw_arrays()]
     arrays = [x.detach().requires_grad_() for x in arrays]
-    compare_with_dense(arrays, score=lambda q, k: q @ k.mT, return_lse=True)
+    compare_with_dense(arrays, score=lambda q, k: q @ k.mT + 1, return_lse=True)
 
 
 def test_learned_temperature_and_dropout():
     temperature = torch.full((6, 1), 0.8, device=DEVICE, requires_grad=True)
     compare_with_dense(
-        draw_arrays(), [temperature], score=lambda q, k: q @ k.mT,
+        draw_arrays(), [temperature], score=lambda q, k: q @ k.mT + 1,
         weighting=weightings.Softmax(temperature), return_lse=True, dropout_p=0.3, seed=4,
     )  # fmt: skip
 
@@ -113,7 +113,21 @@ def test_masked_rows_may_be_nan():
 
 def test_sixteen_bits():
     arrays = draw_arrays(dtype=torch.bfloat16)
-    compare_with_dense(arrays, score=lambda q, k: q @ k.mT / 2, tolerance=2e-2)
+    compare_with_dense(arrays, score=lambda q, k: q @ k.mT / 2 + 1, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal])
+def test_a_scaled_dot_product_is_recognized(mask):
+    arrays = draw_arrays(dtype=torch.bfloat16)
+    options = {"mask": mask, "weighting": "entmax15", "return_lse": False}
+    results = []
+    for score in (lambda q, k: q @ k.mT / 2, scores.ScaledDot(0.5)):
+        assert "ScaledDot(scale=0.5)" in str(qkv.explain(*arrays, score=score, mask=mask))
+        out = qkv.attend(*arrays, score=score, **options)
+        alpha = qkv.weights(*arrays[:2], score=score, mask=mask)
+        results.append([out, alpha, *torch.autograd.grad(out.float().square().sum(), arrays)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_the_function_keeps_its_array():
@@ -131,7 +145,7 @@ def test_the_function_runs_once(monkeypatch):
 
     def score(query, key):
         calls.append(query.shape)
-        return query @ key.mT
+        return query @ key.mT + 1
 
     qkv.attend(*arrays, score=score, engine="triton")
     assert calls.count((2, 4, 6, 5)) == 1
@@ -151,7 +165,7 @@ def test_many_queries_are_several_calls(monkeypatch, lse):
 
     def score(query, key):
         seen.append(query.shape[-2])
-        return query @ key.mT
+        return query @ key.mT + 1
 
     compare_with_dense(arrays, score=score, return_lse=lse)
     assert {4, 2} <= set(seen)
@@ -161,8 +175,8 @@ def test_many_queries_are_several_calls(monkeypatch, lse):
 def test_later_calls_have_a_plan(engine_name):
     arrays = draw_arrays()
     for scale in (1.0, 2.0):  # the function is new, and captures another number
-        compare_with_dense(arrays, score=lambda q, k, scale=scale: scale * q @ k.mT)
-        out = qkv.attend(*arrays, score=lambda q, k, s=scale: s * q @ k.mT, engine=engine_name)
+        compare_with_dense(arrays, score=lambda q, k, scale=scale: scale * q @ k.mT + 1)
+        out = qkv.attend(*arrays, score=lambda q, k, s=scale: s * q @ k.mT + 1, engine=engine_name)
         assert torch.isfinite(out).all()
 
 

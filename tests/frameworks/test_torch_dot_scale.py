@@ -1,0 +1,74 @@
+"""Functions that are a scaled dot product, and functions that are not."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qkv.frameworks import load_framework  # noqa: E402
+from qkv.frameworks.torch_dot_scale import find_dot_scale  # noqa: E402
+
+QUERY, KEY = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
+WEIGHT, FACTOR = torch.eye(8), torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k: q @ k.mT / 8,
+        lambda q, k: 2 * (q @ k.mT),
+        lambda q, k: torch.matmul(q, k.transpose(-1, -2)) * 0.5,
+        lambda q, k: q @ k.swapaxes(3, 2) / math.sqrt(q.shape[-1]),
+        lambda q, k: torch.einsum("bhnd,bhmd->bhnm", q, k) / q.size(-1) ** 0.5,
+        lambda q, k: torch.einsum("... n d, ... m d -> ... n m", q / 2, k * 3),
+        lambda q, k: torch.einsum("bhmd,bhnd->bhnm", k, q),
+        lambda q, k: (k @ q.mT).mT,
+        lambda q, k: torch.mul(q @ k.mT, 0.3),
+    ],
+)
+def test_scaled_dot_products_are_recognized(function):
+    scale = find_dot_scale(function, QUERY, KEY)
+    assert scale is not None
+    torch.testing.assert_close(scale * (QUERY @ KEY.mT), function(QUERY, KEY))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k: -(q @ k.mT),
+        lambda q, k: q @ WEIGHT @ k.mT,
+        lambda q, k: (q @ k.mT) * FACTOR,
+        lambda q, k: (q @ k.mT) * True,
+        lambda q, k: (q @ k.mT).tanh(),
+        lambda q, k: (q @ k.mT) ** 2,
+        lambda q, k: 8 / (q @ k.mT),
+        lambda q, k: q @ k.mT + 1,
+        lambda q, k: (q @ k.mT).mul_(2),
+        lambda q, k: q @ k.mT if q.is_cpu else 2 * (q @ k.mT),
+        lambda q, k: q @ k.mT * float("inf"),
+        lambda q, k: q @ k.mT * random.random(),
+        lambda q, k: -torch.cdist(q, k),
+        lambda q, k: torch.einsum("bhnd,bhmd->bhmn", q, k),
+        lambda q, k: q @ k.mT + q @ k.mT,
+        lambda q, k: k @ q.mT,
+        lambda q, k: q,
+        lambda q, k: None,
+    ],
+)
+def test_other_functions_are_not_recognized(function):
+    assert find_dot_scale(function, QUERY, KEY) is None
+
+
+def test_what_a_function_captures_belongs_to_its_signature():
+    torch_framework, factor = load_framework("torch"), 2.0
+
+    def score(q, k):
+        return q @ k.mT * factor
+
+    assert torch_framework.find_dot_scale(score, QUERY, KEY) == 2.0
+    factor = 3.0
+    assert torch_framework.find_dot_scale(score, QUERY, KEY) == 3.0
