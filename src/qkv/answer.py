@@ -56,6 +56,14 @@ heaviest row has, together with rows of equal weight. They are fitted to the tas
 weight p₁ alone is too small for typos in large tables: many other rows share the rest, but none
 comes near. The ratio p₁ / p₂ says so.
 """
+MISMATCH_FACTOR = 2.0
+"""The confidence is multiplied by e^(−this · mismatch), before a calibration.
+
+The mismatch is that of the words of the query and the best key. The factor is chosen on names,
+titles, phrases and identifiers, half of them without a right row.
+"""
+MIN_OTHER_WORDS = 0.2
+"""The mismatch from which a query has other words than the best key."""
 MAX_RELIABLE_LOGIT = 6.0
 """A larger logit says no more: a few wrong answers with one would spoil the fit of `calibrate`."""
 
@@ -185,8 +193,8 @@ class Answer(Displayable):
         """Advice about this query, or "" if there is none.
 
         It names a better score, or says that no row matches `where`, that the query equals the key
-        of a row without a value, that it is far from every key, or that the rows of its key have
-        different numbers.
+        of a row without a value, that it is far from every key, that the best key lacks a word of
+        it, or that the rows of its key have different numbers.
         """
         return self._backend.compute_hint(self.rows)
 
@@ -462,10 +470,13 @@ class Answer(Displayable):
 
         It depends on the share of the weight that rows with this value have, and on how much more
         that is than the share of the next value. The estimate was fitted for text keys with the
-        default score and weighting, among queries of which one row has the answer. It is lower if
-        the query is far from every number or date of the keys, or if the rows of the best key have
-        different numbers, or if a short query and the best key have different numbers. It is 0 if
-        the query is a key whose value is missing. `Database.calibrate` corrects it on pairs.
+        default score and weighting, among queries of which one row has the answer.
+
+        It is lower if the best key lacks words of the query and has others, because the table may
+        lack the key. It is lower if the query is far from every number or date of the keys, or if
+        the rows of the best key have different numbers, or if a short query and the best key have
+        different numbers. It is 0 if the query is a key whose value is missing.
+        `Database.calibrate` corrects it on pairs.
 
         None if the value is a mean, whose `spread` says more, or if the weights do not sum to 1 or
         all of it is given to one row (`hard`).
@@ -490,7 +501,21 @@ class Answer(Displayable):
         # Many rows that agree a little are less convincing than one row that fits.
         margin = math.log(share / next_share) * min(self._top_weight / share, 1.0)
         logit = bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
-        return min(max(logit, -MAX_RELIABLE_LOGIT), MAX_RELIABLE_LOGIT)
+        logit = min(max(logit, -MAX_RELIABLE_LOGIT), MAX_RELIABLE_LOGIT)
+        # If many rows agree, the best key need not be the one that the query names.
+        mismatch = self._backend.measure_mismatch(self.rows) * min(self._top_weight / share, 1.0)
+        if not mismatch:
+            return logit
+        probability = math.exp(-MISMATCH_FACTOR * mismatch) / (1 + math.exp(-logit))
+        return max(math.log(probability / (1 - probability)), -MAX_RELIABLE_LOGIT)
+
+    @property
+    def _has_other_words(self) -> bool:
+        """Whether the best key lacks words of the query: the table may lack what was asked for.
+
+        False if the answer comes from a server or a pickle; its `hint` says it.
+        """
+        return self._backend.measure_mismatch(self.rows) >= MIN_OTHER_WORDS
 
     def _value_confidence_text(self) -> str:
         """Return `confidence_text` for an answer whose value is that of some rows."""

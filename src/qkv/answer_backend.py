@@ -146,6 +146,13 @@ class AnswerBackend(ABC):
         """
         return 1.0
 
+    def measure_mismatch(self, rows: list[Row]) -> float:
+        """Return from 0 to 1 how much the words of the query and the best key differ.
+
+        `rows` are the heaviest rows.
+        """
+        return 0.0
+
     def calibrate_logit(self, logit: float) -> float:
         """Return the logit of the confidence, as `calibrate` corrects it."""
         return logit

@@ -131,3 +131,12 @@ def test_notes_tell_unsure_matches_and_repeated_keys(tmp_path: Path) -> None:
     assert unsure not in shown and repeated not in shown
     shown = qkv("join", left, right, "--where", "city=Paris")
     assert shown.exit_code == 1 and "No rows match where" in shown.stderr
+
+
+def test_a_note_names_a_match_with_other_words(tmp_path: Path) -> None:
+    """The weight of such a match is high: no other row is near."""
+    left, right = tmp_path / "left.csv", tmp_path / "right.csv"
+    left.write_text("name\nJon Smithers\nPetra Okafr\n", encoding="utf-8")
+    right.write_text("name,room\nAnn Smithers,1\nPetra Okafor,2\nZoe Baker,3\n", encoding="utf-8")
+    shown = qkv("join", left, right).output
+    assert "1 of 2 rows has a match with other words, such as 'Jon Smithers' with 'Ann" in shown

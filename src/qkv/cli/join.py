@@ -131,13 +131,20 @@ def join(
 
 
 def _print_counts(counts: JoinCounts, row_count: int) -> None:
-    """Say how many matches are unsure, and how many leave out rows with the same key."""
+    """Say how many matches are unsure, have other words, or leave out rows with the same key."""
     if counts.hint:
         terminal.print_note(counts.hint)
     if counts.unsure:
         terminal.print_note(
             f"{counts.unsure:,} of {row_count:,} rows have a match below 50 %: --min-weight 0.5 "
             "leaves their columns empty"
+        )
+    if counts.example is not None:
+        left, right = (f"'{terminal.format_cell(key)}'" for key in counts.example)
+        have = "rows has a match" if counts.unlike == 1 else "rows have matches"
+        terminal.print_note(
+            f"{counts.unlike:,} of {row_count:,} {have} with other words, such as {left} with "
+            f"{right}: check whether RIGHT has these keys"
         )
     if counts.repeated:
         terminal.print_note(

@@ -28,14 +28,18 @@ UNSURE_KEY_WEIGHT = 0.5
 
 @dataclass
 class JoinCounts:
-    """How many left rows have matches to look at: the matched key is unsure, or has more rows.
+    """How many left rows have matches to look at.
 
-    `unsure` counts text keys only: several numbers may be near. `hint` is that of the last left row
-    that no row answers, such as "No rows match" a `where`.
+    The matched key is unsure, has other words than the left key (`unlike`), or has more rows.
+    `unsure` counts text keys only: several numbers may be near. `example` is a left key with the
+    unlike one that it matched. `hint` is that of the last left row that no row answers, such as
+    "No rows match" a `where`.
     """
 
     unsure: int = 0
+    unlike: int = 0
     repeated: int = 0
+    example: tuple[Any, Any] | None = None
     hint: str = ""
 
 
@@ -129,7 +133,11 @@ def _join_batches(
                     same_weight = sum(row.weight for row in same[:top])
                     counts.repeated += key_weight > same_weight * (1 + SAME_WEIGHT_TOLERANCE)
                     is_text = answer.is_normalized and isinstance(same[0].key, str)
-                    counts.unsure += is_text and key_weight < UNSURE_KEY_WEIGHT
+                    is_unsure = is_text and key_weight < UNSURE_KEY_WEIGHT
+                    counts.unsure += is_unsure
+                    if not is_unsure and answer._has_other_words:
+                        counts.unlike += 1
+                        counts.example = counts.example or (answer.query, same[0].key)
             elif answer is not None:
                 counts.hint = answer.hint
             if not matched:

@@ -92,7 +92,8 @@ TEXTS_PER_SEARCH = 64
 """The number of texts in which one search looks for words with capitals inside."""
 
 _INNER_CAPITAL = re.compile(r"[a-z0-9][A-Z]")
-_WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where an identifier has a capital inside, as in readCsv."""
 
 
 def split_identifiers(texts: Sequence[Any]) -> list[Any]:
@@ -113,7 +114,7 @@ def _split_identifiers(text: Any) -> Any:
     if not isinstance(text, str) or not _INNER_CAPITAL.search(text):
         return text
     words = [word for word in text.split() if _INNER_CAPITAL.search(word)]
-    return " ".join([text, *(_WORD_BORDER.sub(" ", word) for word in words)])
+    return " ".join([text, *(WORD_BORDER.sub(" ", word) for word in words)])
 
 
 @suggest_keywords

@@ -30,6 +30,7 @@ from qkv.database.query.far_queries import (
     gap_ratio,
 )
 from qkv.database.query.influence import compute_influence
+from qkv.database.query.key_match import measure_mismatch, missing_word_hint
 from qkv.database.query.number_hint import (
     DIFFERENT_NUMBERS_FACTOR,
     different_numbers_hint,
@@ -65,6 +66,12 @@ MAX_VALUE_DIFFERENCE = 0.1
 
 MIN_BEST_KEY_ROWS = 8
 """The number of rows that are read at least to find all rows with the best-matching key."""
+
+SPELLING_ENCODERS = ("text", "characters", "columns")
+"""The kinds of encoders for which another spelling speaks against a key."""
+
+MIN_LIKELY_WEIGHT = 0.5
+"""With less weight, the best row does not look like the right one, and needs no hint."""
 
 UNIFORM_ROW_SHARE = 0.98
 """If the number of effective rows is above this share of the rows, the weights count as uniform."""
@@ -417,6 +424,15 @@ class LocalBackend(AnswerBackend):
             factor *= DIFFERENT_NUMBERS_FACTOR
         return factor
 
+    @property
+    def compares_spelling(self) -> bool:
+        """Whether keys are compared by their letters too, and not by meaning alone."""
+        return self.executor.view.encoder.kind in SPELLING_ENCODERS
+
+    def measure_mismatch(self, rows: list[Row]) -> float:
+        is_compared = bool(rows) and self.compares_spelling
+        return measure_mismatch(self.query, rows[0].key) if is_compared else 0.0
+
     def calibrate_logit(self, logit: float) -> float:
         calibration = self.executor.calibration
         return logit if isinstance(calibration, str) else calibration.correct_logit(logit)
@@ -563,6 +579,9 @@ class LocalBackend(AnswerBackend):
             if hint := other_column_hint(self.query, row.key, row.record, columns):
                 return hint
             if hint := different_numbers_hint(self.query, row.key):
+                return hint
+            is_likely = row.weight >= MIN_LIKELY_WEIGHT and self.compares_spelling
+            if is_likely and (hint := missing_word_hint(self.query, row.key)):
                 return hint
         if not rows or executor.score is not executor.view.resolve_score(None):
             return ""

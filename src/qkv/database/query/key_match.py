@@ -1,0 +1,170 @@
+"""Does the best key spell the words of a text query? If not, the table may lack the key.
+
+A query of a name that no row has finds the most similar name, far ahead of all others. Its weight
+cannot tell that from a typo, but the letters of the words can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from qkv.answer import MIN_OTHER_WORDS
+from qkv.database.encoders.characters import normalize_text
+from qkv.database.encoders.text import WORD_BORDER
+from qkv.util.formatting import format_one_line
+
+MAX_TEXT = 150
+"""Longer texts are not compared: they say things in other words."""
+
+MIN_LENGTH_FACTOR = 0.1
+"""Texts whose lengths differ so much that a mismatch counts less than this are not compared."""
+
+
+USUAL_EDITS, LETTERS_PER_EDIT = 0.5, 4.0
+"""A word of n letters with more edits than 0.5 + n / 4 is hardly a typo of another."""
+
+LENGTH_FACTOR = 2.0
+"""A mismatch counts as (shorter length / longer length)^this of the texts."""
+
+LENGTH_OFFSET = 3
+"""It is added to both lengths, because few letters hardly change a short text."""
+
+
+def count_edits(a: str, b: str) -> int:
+    """Return how many letters must be inserted, deleted, replaced or swapped to turn a into b.
+
+    >>> count_edits("jon", "john"), count_edits("smiht", "smith"), count_edits("", "tea")
+    (1, 1, 3)
+    """
+    # Hyyrö's bit-parallel algorithm: bit i stands for the letter i of `a`.
+    if not a or not b:
+        return len(a) + len(b)
+    positions: dict[str, int] = {}
+    for i, letter in enumerate(a):
+        positions[letter] = positions.get(letter, 0) | 1 << i
+    every, last = (1 << len(a)) - 1, 1 << (len(a) - 1)
+    up, down, diagonal, previous, edits = every, 0, 0, 0, len(a)
+    for letter in b:
+        equal = positions.get(letter, 0)
+        swapped = ((~diagonal & equal) << 1) & previous
+        diagonal = ((((equal & up) + up) ^ up) | equal | down | swapped) & every
+        right, left = down | (~(diagonal | up) & every), diagonal & up
+        edits += bool(right & last) - bool(left & last)
+        right, left = ((right << 1) | 1) & every, (left << 1) & every
+        up, down, previous = left | (~(diagonal | right) & every), right & diagonal, equal
+    return edits
+
+
+def find_edits(words: Sequence[str], others: Sequence[str]) -> list[int]:
+    """Return for each word the number of edits to the most similar one of the other words.
+
+    Two neighbouring words may be one word on the other side. A letter alone is an initial.
+
+    >>> find_edits(["j", "foot", "ball", "club"], ["john", "football", "cup"])
+    [0, 0, 0, 2]
+    """
+    single = dict.fromkeys(others)
+    candidates = single | dict.fromkeys(a + b for a, b in pairwise(others))
+    edits = [_count_least_edits(word, candidates) for word in words]
+    initials = {word[0] for word in single}
+    for i, word in enumerate(words):
+        if len(word) == 1 and word in initials and not word.isdigit():
+            edits[i] = 0
+    for i, (a, b) in enumerate(pairwise(words)):
+        if edits[i] + edits[i + 1]:
+            joined = _count_least_edits(a + b, single)
+            if joined <= USUAL_EDITS + len(a + b) / LETTERS_PER_EDIT:
+                edits[i : i + 2] = min(edits[i], joined), min(edits[i + 1], joined)
+    return edits
+
+
+def _count_least_edits(word: str, others: Collection[str]) -> int:
+    """Return the number of edits from a word to the most similar other one, at most its length."""
+    if word in others:
+        return 0
+    least = len(word)
+    for other in others:
+        if abs(len(other) - len(word)) < least:
+            least = min(least, count_edits(word, other))
+    return least
+
+
+def _misfits(words: Sequence[str], edits: Sequence[int]) -> Iterator[float]:
+    """Yield for each word how little it fits: from 0 for a typo to 1 for another word."""
+    for word, count in zip(words, edits, strict=True):
+        if len(word) == 1:
+            yield float(count > 0)
+        else:
+            yield min(max(count - USUAL_EDITS - len(word) / LETTERS_PER_EDIT, 0.0), 1.0)
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text, and of identifiers the parts.
+
+    >>> split_words("a MultiOutput Café_X")
+    ['a', 'multi', 'output', 'cafe', 'x']
+    """
+    return normalize_text(WORD_BORDER.sub(" ", text)).split()
+
+
+def _mean_misfit(words: Sequence[str], others: Sequence[str]) -> float:
+    """Return the mean misfit of the words; a word counts as the square root of its length."""
+    weights = [math.sqrt(len(word)) for word in words]
+    misfits = _misfits(words, find_edits(words, others))
+    return sum(w * x for w, x in zip(weights, misfits, strict=True)) / sum(weights)
+
+
+def measure_mismatch(query: Any, key: Any) -> float:
+    """Return from 0 to 1 how much speaks against the key being what the query asks for.
+
+    That is the smaller one of two shares: of the words of the query that the key lacks, and of
+    those of the key that the query lacks. Typos count little, and so do texts of other lengths,
+    which need not have the same words. Tuples are compared cell by cell.
+
+    >>> round(measure_mismatch("Jon Smithers", "Ann Smithers"), 2)
+    0.28
+    >>> measure_mismatch("Jon Smithers", "John Smither"), measure_mismatch("smith", "Ann Smith")
+    (0.0, 0.0)
+    """
+    if isinstance(query, tuple) and isinstance(key, tuple) and len(query) == len(key):
+        return max(map(measure_mismatch, query, key), default=0.0)
+    if not (isinstance(query, str) and isinstance(key, str)) or query == key:
+        return 0.0
+    if max(len(query), len(key)) > MAX_TEXT:
+        return 0.0
+    asked, found = split_words(query), split_words(key)
+    if not asked or not found or asked == found or _are_joined(asked, found):
+        return 0.0
+    lengths = [len(" ".join(words)) + LENGTH_OFFSET for words in (asked, found)]
+    factor = (min(lengths) / max(lengths)) ** LENGTH_FACTOR
+    mismatch = _mean_misfit(asked, found) if factor >= MIN_LENGTH_FACTOR else 0.0
+    return factor * min(mismatch, _mean_misfit(found, asked)) if mismatch else 0.0
+
+
+def _are_joined(words: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether the words differ in their spaces, and in at most one letter."""
+    a, b = "".join(words), "".join(others)
+    return len(words) != len(others) and abs(len(a) - len(b)) <= 1 and count_edits(a, b) <= 1
+
+
+def missing_word_hint(query: Any, key: Any) -> str:
+    """Return a hint if the best key lacks a word of the query and may be another one; else "".
+
+    >>> missing_word_hint("Jon Smithers", "Ann Smithers")
+    "the best key, Ann Smithers, has no word like 'Jon': the table may lack what you ask for"
+    >>> missing_word_hint("Jon Smithers", "John Smithers")
+    ''
+    """
+    if measure_mismatch(query, key) < MIN_OTHER_WORDS or isinstance(query, tuple):
+        return ""
+    asked, found = split_words(query), split_words(key)
+    misfits = list(_misfits(asked, find_edits(asked, found)))
+    word = asked[misfits.index(max(misfits))]
+    spelled = next((x for x in query.split() if split_words(x) == [word]), word)
+    return (
+        f"the best key, {format_one_line(key)}, has no word like {spelled!r}: "
+        "the table may lack what you ask for"
+    )

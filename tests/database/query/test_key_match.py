@@ -1,0 +1,156 @@
+"""A query whose words the best key lacks: the confidence is low, and a hint names the word."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import qkv
+from qkv.database.encoders.text import make_typo
+from qkv.database.query.key_match import count_edits, find_edits, measure_mismatch
+from qkv.serve.app import create_app
+from qkv.serve.databases import DatabaseRegistry
+from qkv.serve.security import Access
+
+FIRST = ["Ann", "Boris", "Carla", "Dmitri", "Elena", "Farid", "Greta", "Hassan", "Ines", "Jakob"]
+LAST = ["Smithers", "Okafor", "Lindqvist", "Moreau", "Takahashi", "Petrov", "Castellano", "Baker"]
+HINT = "the best key, Ann Smithers, has no word like 'Jon': the table may lack what you ask for"
+
+
+@pytest.fixture
+def staff() -> dict[str, str]:
+    """Each first name with three last names."""
+    names = [f"{a} {LAST[(i + k) % 8]}" for i, a in enumerate(FIRST) for k in (0, 1, 3)]
+    return {name: f"room of {name}" for name in names}
+
+
+def edits_by_table(a: str, b: str) -> int:
+    """The textbook recurrence: insert, delete, replace, swap two neighbours."""
+    d = np.zeros((len(a) + 1, len(b) + 1), int)
+    d[:, 0], d[0] = range(len(a) + 1), range(len(b) + 1)
+    for i in range(1, len(a) + 1):
+        for j in range(1, len(b) + 1):
+            replaced = d[i - 1, j - 1] + (a[i - 1] != b[j - 1])
+            d[i, j] = min(d[i - 1, j] + 1, d[i, j - 1] + 1, replaced)
+            if i > 1 and j > 1 and a[i - 1] == b[j - 2] and a[i - 2] == b[j - 1]:
+                d[i, j] = min(d[i, j], d[i - 2, j - 2] + 1)
+    return int(d[-1, -1])
+
+
+def test_edits_are_those_of_the_recurrence() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        a, b = ("".join(rng.choice(list("abcé"), rng.integers(0, 9))) for _ in range(2))
+        assert count_edits(a, b) == edits_by_table(a, b), (a, b)
+    assert count_edits("a" * 200, "a" * 199 + "b") == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ("Jon Smithers", "Jon Smithers"),
+        ("jon smithers!", "Jon Smithers"),
+        ("Smithers, Jon", "Jon Smithers"),
+        ("J. Smithers", "Jon Smithers"),
+        ("Jon Smihters", "John Smithers"),
+        ("Smithers", "Jon Smithers"),
+        ("Mr Jon Smithers", "Jon Smithers"),
+        ("foot ball club", "football club"),
+        ("closeBoundaryfound", "close boundary found"),
+        ("multi output mixin", "MultiOutputMixin"),
+        ("readcsv", "read_csv"),
+        ("2011-05-03", "3.5.2011"),
+        ("", "tea"),
+        ("!!", "tea"),
+        (250, "Room 250"),
+        ("tea", 7),
+        ("tea " * 60, "coffee " * 30),
+        (("Jon", 4.0), ("John", 5.0)),
+        ("what should I read about a whale and a captain who hates it", "Moby Dick"),
+    ],
+)
+def test_typos_order_and_missing_words_are_no_mismatch(query: object, key: object) -> None:
+    assert measure_mismatch(query, key) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "least"),
+    [
+        ("Jon Smithers", "Ann Smithers", 0.25),
+        ("Jon Smithers", "Jon Petrov", 0.4),
+        ("00999-Z", "00999-B", 0.25),
+        ("Vitamin C", "Vitamin D", 0.2),
+        ("Room 7", "Room 8", 0.25),
+        ("Macedonia", "Madagascar", 0.8),
+        (("Jon Smithers", "Rome"), ("Ann Smithers", "Rome"), 0.25),
+    ],
+)
+def test_another_word_is_a_mismatch(query: object, key: object, least: float) -> None:
+    assert least <= measure_mismatch(query, key) <= 1
+
+
+def test_two_words_may_be_one() -> None:
+    assert find_edits(["football"], ["foot", "ball"]) == [0]
+    assert find_edits(["foot", "ball"], ["football"]) == [0, 0]
+    assert find_edits(["7"], ["70"]) == [1]  # a digit is no initial
+
+
+def test_a_name_that_is_not_listed_is_never_sure(staff: dict[str, str]) -> None:
+    rng = np.random.default_rng(1)
+    names = list(staff)
+    lacking = [f"{a} {b}" for a in FIRST for b in LAST if f"{a} {b}" not in staff]
+    D = qkv.Database(staff)
+
+    def with_typo(text: str) -> str:
+        letters = list(text)
+        make_typo(letters, rng)
+        return "".join(letters)
+
+    for change in (str.lower, with_typo):
+        lacked = [answer.confidence or 0 for answer in D.ask([*map(change, lacking)])]
+        answers = D.ask([*map(change, names)])
+        right = [
+            a.confidence for a, name in zip(answers, names, strict=True) if a.value[8:] == name
+        ]
+        assert np.mean(lacked) < 0.4 and np.mean(np.array(lacked) >= 0.9) < 0.05
+        assert len(right) > 0.9 * len(names) and np.mean(right) > 0.9
+
+
+def test_every_entry_point_has_the_same_confidence_and_hint(
+    tmp_path: Path, staff: dict[str, str]
+) -> None:
+    staff = {x: staff[x] for x in staff if x == "Ann Smithers" or "Smithers" not in x}
+    memory = qkv.Database(staff)
+    answer = memory.ask("Jon Smithers")
+    assert answer.rows[0].key == "Ann Smithers" and answer.hint == HINT
+    assert answer.confidence_text.startswith("unsure")
+    answers = {"pickle": pickle.loads(pickle.dumps(answer))}
+    with qkv.open(tmp_path / "staff.qkv", create=True) as store:
+        store.extend({"key": key, "value": value} for key, value in staff.items())
+        answers["store"] = store.ask("Jon Smithers")
+    served = DatabaseRegistry()
+    served.add_database("staff", memory)
+    with TestClient(create_app(served, Access()), base_url="http://localhost") as client:
+        body = client.post("/v1/databases/staff/ask", json={"query": "Jon Smithers"}).json()
+    assert (body["hint"], body["confidence"]) == (HINT, pytest.approx(answer.confidence))
+    for name, other in answers.items():
+        assert other.hint == HINT, name
+        assert other.confidence == pytest.approx(answer.confidence, abs=0.02), name
+
+
+def test_meaning_alone_needs_no_common_letters() -> None:
+    """An encoder of meaning finds other words on purpose."""
+    D = qkv.Database({"automobile": 1, "banana": 2}, encoder="words")
+    answer = D.ask("motorcar")
+    assert "no word like" not in answer.hint
+
+
+def test_rows_that_agree_need_not_be_named(staff: dict[str, str]) -> None:
+    """The class of a text is that of similar texts, none of which is asked for."""
+    D = qkv.Database([(f"{name} is a {k}", k) for name in FIRST for k in ("cat", "dog")])
+    answer = D.ask("Olga is a cat")
+    assert answer.value == "cat"
