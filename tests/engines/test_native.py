@@ -399,3 +399,77 @@ def test_short_masked_calls_are_not_split():
     assert "queries at a time" not in qkv.explain(*inputs, mask=rule).detail
     many = [torch.zeros(1, 16, 1024, 64)] * 3
     assert "64 queries at a time" in qkv.explain(*many, mask=rule).detail
+
+
+def dense_output(q, k, v, live):
+    torch = pytest.importorskip("torch")
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    s = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~live, -torch.inf)
+    return torch.softmax(s, -1).nan_to_num(0.0) @ v
+
+
+@pytest.mark.parametrize("n", [4, 40, 520])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pairs_that_follow_from_a_signature_are_cached(n, dtype):
+    """The mask of a function is built once; another closure, layout or tensor gives another."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    shapes = (2, 4, n, 16), (2, 2, 520, 16), (2, 2, 520, 16)
+    inputs = [torch.randn(*shape).to(getattr(torch, dtype)) for shape in shapes]
+    i, j = torch.arange(n)[:, None], torch.arange(520)
+    at, moved = torch.zeros(1, dtype=torch.int64), [0]
+    layouts = np.random.default_rng(0).random((2, 11, 11)) > 0.4
+
+    def reads_tensor(b, h, q, k):
+        return (q + k + at[0]) % 3 != 1
+
+    def is_random(b, h, q, k):
+        return torch.rand(n, 520) > 0.5
+
+    def reads_list(b, h, q, k):
+        return (q + k + moved[0] + h) % 3 != 1
+
+    for step in range(3):
+        at[0], moved[0] = step, step
+        heads = torch.arange(4)[:, None, None]
+        layout, thirds = layouts[step % 2], (i + j + step + heads) % 3 != 1
+        for mask, live in (
+            (masks.custom(reads_tensor), (i + j + step) % 3 != 1),
+            (masks.custom(reads_list), thirds),
+            (masks.custom(reads_list) & masks.causal, thirds & (j <= i)),
+            (masks.blocks(layout, 50), torch.tensor(layout)[i // 50, j // 50]),
+        ):
+            for _ in range(2):
+                got = qkv.attend(*inputs, mask=mask)
+                want = dense_output(*inputs, live)
+                tolerance = 2e-5 if dtype == "float32" else 3e-2
+                torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=0)
+    first, second = (qkv.attend(*inputs, mask=masks.custom(is_random)) for _ in range(2))
+    assert not torch.equal(first, second), "a mask of random numbers is new in each call"
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mask", [None, "causal", "boolean"])
+def test_shared_heads_and_16_bits_run_the_kernel_directly(heads, dtype, mask):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, h, 24, 16).to(getattr(torch, dtype)) for h in (4, heads, heads)]
+    live = torch.rand(24, 24) > 0.3
+    live[:, 0] = True
+    seen = {"causal": torch.ones(24, 24).tril().bool(), "boolean": live}.get(mask, live | True)
+    given = live if mask == "boolean" else mask
+    tolerance = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
+    for _ in range(2):
+        got = qkv.attend(*inputs, mask=given)
+        assert got.dtype == inputs[0].dtype
+        want = dense_output(*inputs, seen)
+        torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=0)
+    for place in (1, 2):
+        spoiled = [x.clone() for x in inputs]
+        spoiled[place][0, 0, 7] = torch.nan
+        got = qkv.attend(*spoiled, mask=given)
+        shown = got.isnan().any(-1)
+        assert (shown[0, : 4 // heads] == seen[:, 7]).all() and not shown[1].any()
+        assert not shown[0, 4 // heads :].any()

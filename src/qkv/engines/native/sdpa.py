@@ -224,26 +224,32 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
             return None
     arrays: list[Any] = [call.query, call.key, call.value]
     shapes = [x.shape for x in arrays]
-    if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):
+    if any(len(x) != 4 or x[0] != shapes[0][0] or x[-1] != shapes[0][-1] for x in shapes):
+        return None
+    has_shared_heads = shapes[1][1] != shapes[0][1]
+    if shapes[2][1] != shapes[1][1]:
         return None
     if call.dropout or not shapes[0][-1] or _splits_keys(call):
         return None
     if call.query.device.type == "cuda":
-        return _build_device_runner(call)
-    if call.query.device.type != "cpu" or call.query.dtype in HALF_DTYPES:
+        return None if has_shared_heads else _build_device_runner(call)
+    if call.query.device.type != "cpu":
         return None
     sdpa, scale = backends.SDPA, effective_scale(call)
     if scale != 1 / math.sqrt(shapes[0][-1]):  # SDPA is faster if the default is not passed
         sdpa = partial(sdpa, scale=scale)
-    needs_gradient, is_short = call.fw.needs_gradient(arrays), call.m < MIN_KEYS_SHOWING_NAN
-    if call.rule is None and not (needs_gradient or is_short):
+    if has_shared_heads:
+        sdpa = partial(sdpa, enable_gqa=True)
+    needs_gradient, is_half = call.fw.needs_gradient(arrays), call.query.dtype in HALF_DTYPES
+    hides_nan = is_half or call.m < MIN_KEYS_SHOWING_NAN
+    if call.rule is None and not (needs_gradient or hides_nan):
         return ThreeArrayRunner(sdpa)
     is_unmasked, is_small = call.rule is None, call.query.numel() <= MAX_FEW_OUTPUT_NUMBERS
     # The last query sees every key, so its output shows every NaN.
     last = causal and call.m <= call.n and not is_small
 
     def run_checked(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
-        if is_short and not is_finite(query, key):
+        if hides_nan and not is_finite(query, key, *((value,) if is_half else ())):
             return None
         out = sdpa(query, key, value, mask, 0.0, causal)
         if needs_gradient:

@@ -21,6 +21,7 @@ from qkv.errors import EngineError
 from qkv.frameworks import load_framework, tree
 from qkv.frameworks.torch import MIN_DROPOUT_FOR_16_BITS, distinct_views, draw_survivors
 from qkv.masks.base import CompoundMask
+from qkv.masks.sequences import Blocks
 from qkv.scores import ScaledDot
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.types import Array, Block
@@ -280,11 +281,18 @@ def is_kernel_aligned(x: Array) -> bool:
     return x.is_cpu or load_framework("torch").is_traced(x) or x.data_ptr() % 16 == 0
 
 
-MAX_CACHED_MASK_PAIRS = 2**18
-MAX_CACHED_MASKS = 16
+MAX_CACHED_MASK_PAIRS = 2**20
+"""The most elements of a mask that is cached as booleans."""
 
-_FIXED_MASKS: dict[tuple[Any, ...], Array] = create_table("engines.fixed_masks")
-"""Float masks of rules without arrays, for the CPU: at most MAX_CACHED_MASKS of 2 MiB."""
+MAX_CACHED_FLOAT_PAIRS = 2**18
+"""The most elements of a mask that is cached as floats, which the CPU kernel need not convert."""
+
+MAX_CACHED_MASKS = 16
+MASK_SIGNATURE_ATTRIBUTE = "_pairs_signature"
+"""The attribute in which a rule caches its signature, if it cannot change."""
+
+_FIXED_MASKS: dict[tuple[Any, ...], tuple[Array, masks.Mask]] = create_table("engines.fixed_masks")
+"""Masks of rules whose pairs follow from the signature, for the CPU, with one such rule."""
 
 
 def can_cache_mask(call: Call) -> bool:
@@ -293,33 +301,75 @@ def can_cache_mask(call: Call) -> bool:
         return False
     if not call.query.is_cpu or call.fw.is_traced(call.query):
         return False
-    return call.n * call.m <= MAX_CACHED_MASK_PAIRS and _is_fixed(call.rule)
+    pairs = call.n * call.m
+    if pairs > MAX_CACHED_MASK_PAIRS:
+        return False
+    signature = _rule_signature(call.rule)
+    # Comparing positions takes less time than reading large masks.
+    return signature is not None and (
+        pairs <= MAX_CACHED_FLOAT_PAIRS or tree.has_functions(signature)
+    )
 
 
-def _is_fixed(rule: masks.Mask) -> bool:
-    """Return whether the rule is one of qkv that reads no array and no function."""
+def _rule_signature(rule: masks.Mask) -> Any:
+    """Return a key that is equal for rules with the same pairs, or None if arrays decide."""
+    attributes = vars(rule)
+    if MASK_SIGNATURE_ATTRIBUTE in attributes:
+        return attributes[MASK_SIGNATURE_ATTRIBUTE]
+    signature, is_final = _build_rule_signature(rule)
+    if is_final:
+        attributes[MASK_SIGNATURE_ATTRIBUTE] = signature
+    return signature
+
+
+def _build_rule_signature(rule: masks.Mask) -> tuple[Any, bool]:
+    """Return the signature of a rule, and whether it will never change."""
+    if rule.list_arrays() or not type(rule).__module__.startswith("qkv."):
+        return None, True
     if isinstance(rule, CompoundMask):
-        return all(map(_is_fixed, rule.operand_masks))
-    if not type(rule).__module__.startswith("qkv."):
-        return False
+        parts = [_build_rule_signature(part) for part in rule.operand_masks]
+        signatures = [signature for signature, _ in parts]
+        known = None if None in signatures else (type(rule), *signatures)
+        return known, all(is_final for _, is_final in parts)
+    if isinstance(rule, Blocks):  # the layout is its own copy, which nobody changes
+        return (Blocks, id(rule.layout), rule.size), True
     try:
-        return not tree.holds_values(tree.record_signature(load_framework("torch"), rule))
+        signature = tree.record_signature(load_framework("torch"), rule)
     except tree.UncacheableError:
-        return False
+        return None, False
+    if tree.has_functions(signature):  # a closure may change
+        return (None if _reads_tensors(signature) else signature), False
+    return (None if tree.holds_values(signature) else rule), True
+
+
+def _reads_tensors(signature: Any) -> bool:
+    """Return whether a function with this signature reads a tensor, whose numbers may change."""
+    return isinstance(signature, tuple) and (
+        signature[:1] == ("tensor",) or any(map(_reads_tensors, signature))
+    )
 
 
 def fixed_mask(rule: masks.Mask, query: Array, key: Array) -> Array:
-    """Return a rule without arrays as numbers (n, m) to add to the scores: 0 or −∞."""
-    signature = (rule, query.shape[-2], key.shape[-2], query.dtype)
-    mask = _FIXED_MASKS.get(signature)
-    if mask is None:
-        with torch.inference_mode(False):  # later calls may need gradients
-            block = calls.make_block(Call(query, key, None, ScaledDot(), Softmax(), rule))
-            live = rule.allowed_pairs(block)
-            mask = torch.zeros(query.shape[-2], key.shape[-2], dtype=query.dtype)
-            mask = mask if live is None else mask.masked_fill(~live, -math.inf)
-        if mask.numel() <= MAX_CACHED_MASK_PAIRS:
-            insert_bounded(_FIXED_MASKS, signature, mask, MAX_CACHED_MASKS)
+    """Return the mask of a rule whose pairs follow from its signature.
+
+    It has numbers to add to the scores, 0 or −∞; booleans if it is large.
+    """
+    signature = (_rule_signature(rule), query.shape[:-1], key.shape[-2], query.dtype)
+    known = _FIXED_MASKS.get(signature)
+    if known is not None:
+        return known[0]
+    with torch.inference_mode(False):  # later calls may need gradients
+        n, m = query.shape[-2], key.shape[-2]
+        block = calls.make_block(Call(query, key, None, ScaledDot(), Softmax(), rule))
+        before = torch.random.get_rng_state()
+        mask = rule.allowed_pairs(block)
+        is_random = not torch.equal(before, torch.random.get_rng_state())
+        mask = torch.ones(n, m, dtype=torch.bool) if mask is None else mask.detach()
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, (n, m)))
+        if mask.numel() <= MAX_CACHED_FLOAT_PAIRS:
+            mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+    if mask.numel() <= MAX_CACHED_MASK_PAIRS and not is_random:
+        insert_bounded(_FIXED_MASKS, signature, (mask, rule), MAX_CACHED_MASKS)
     return mask
 
 
