@@ -30,18 +30,23 @@ def describe(call: Call) -> str:
 def build_direct_runner(call: Call) -> Callable[..., Array] | None:
     """Return the equation as a function of `attend`'s arguments, or None.
 
-    It handles calls without mask, dropout, upcast and shared heads.
+    It handles calls without mask and dropout. All heads of key and value have the same axes.
     """
-    fw = call.fw
-    has_equal_leads = (
-        call.lead == fw.static_shape(call.key)[:-2] == fw.static_shape(call.value)[:-2]
-    )
-    if call.rule is not None or call.upcast() is not call or not has_equal_leads:
+    fw, lead, own = call.fw, call.lead, call.fw.static_shape(call.key)[:-2]
+    shares_heads = len(own) == len(lead) and own[:-1] == lead[:-1]
+    if call.rule is not None or own != call.fw.static_shape(call.value)[:-2]:
+        return None
+    if call.exceeds_float32 or not (own == lead or shares_heads):
         return None
 
     fixed_weighting = None if tree.array_leaves(fw, call.weighting) else call.weighting
     learned = fixed_weighting is None or tree.array_leaves(fw, call.score)
     fixed = None if learned else (call.score, call.weighting)
+    dtype, heads = fw.dtype_name(call.query), None if own == lead else lead[-1]
+    is_16bit = dtype in ("float16", "bfloat16")
+
+    def widen(x: Array) -> Array:
+        return fw.astype(x, "float32") if fw.dtype_name(x) == dtype else x
 
     def run_arrays(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
@@ -50,11 +55,14 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
             score, fixed_weighting or weighting, None
         )
         with fw.use_own_settings():
-            scores = fw.prevent_fusion(weighting.scale_scores(score(query, key)))
-            at = fw.position_range(0, key.shape[-2], key)
-            weights = weighting.weights(scores, None, at)
-            out: Array = weighting.pool_values(weights, value, None, None)
-            return out
+            if is_16bit:
+                query, key, value = (fw.astype(x, "float32") for x in (query, key, value))
+                score, weighting = fixed or tree.map_arrays(fw, widen, (score, weighting))
+            if heads is not None:
+                key, value = fw.repeat_heads(key, heads), fw.repeat_heads(value, heads)
+            scores, at = score(query, key), fw.position_range(0, key.shape[-2], key)
+            out: Array = weighting.pool_whole_rows(scores, None, at, value, None)
+            return fw.astype(out, dtype) if is_16bit else out
 
     return run_arrays
 

@@ -92,13 +92,11 @@ def build_runner(call: Call) -> Callable[[Call], Any]:
 def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None] | None:
     """Return a function of `attend`'s arguments for one block of weights on a CPU.
 
-    None if the weights do not fit one block, or if the mask has no array.
+    None if the weights do not fit one block, or if there is a mask without an array.
     """
-    if (
-        call.rule is None
-        or not call.rule.list_arrays()
-        or not (_is_plain_softmax(call) and _fits_one_block(call))
-    ):
+    if call.rule is not None and not call.rule.list_arrays():
+        return None
+    if not (_is_plain_softmax(call) and _fits_one_block(call)):
         return None
     from qkv.engines.native import weights
 
@@ -114,11 +112,11 @@ def _is_plain_softmax(call: Call) -> bool:
 
 
 def _fits_one_block(call: Call) -> bool:
-    """Return whether the weights of a masked call on a CPU fit one block."""
+    """Return whether the weights of a call on a CPU fit one block."""
     from qkv.engines.native import weights
 
-    is_one_block = call.query.is_cpu and call.rule is not None and len(_query_spans(call)) < 2
-    return is_one_block and weights.has_equal_leads(call)
+    is_one_block = call.query.is_cpu and len(_query_spans(call)) < 2
+    return is_one_block and weights.has_matching_leads(call)
 
 
 def _run_from_lse(call: Call) -> tuple[Array, Array] | None:

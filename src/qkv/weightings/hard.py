@@ -127,6 +127,18 @@ class Hard(Weighting):
         )
         return top, at, pooled, *soft
 
+    def pool_whole_rows(
+        self, scores: Array, live: LiveMask, k: Array, value: Array, dropout_mask: DropoutMask
+    ) -> Array:
+        fw = get_framework(scores)
+        if not fw.has_fast_argmax or self.straight_through or fw.needs_gradient([scores, value]):
+            return super().pool_whole_rows(scores, live, k, value, dropout_mask)
+        if 0 in scores.shape:
+            return super().pool_whole_rows(scores, live, k, value, dropout_mask)
+        top = live_row_max(scores, live)
+        at = self.argmax_position(scores, live, k, top)
+        return self._take_values(at - k[..., :1], top, value, dropout_mask)
+
     def _take_values(self, at: Array, top: Array, value: Array, dropout_mask: DropoutMask) -> Array:
         """Return the value at each row's position; 0 for an empty row, NaN for a NaN score."""
         fw = get_framework(value)

@@ -14,7 +14,7 @@ from qkv.engines import dense
 from qkv.engines.call import Call
 from qkv.engines.native.softmax_dot import effective_scale
 from qkv.engines.triton_import import has_triton
-from qkv.frameworks.torch import is_finite, should_copy_transpose
+from qkv.frameworks.torch import HALF_DTYPES, is_finite, should_copy_transpose
 from qkv.util.caches import memoize
 from qkv.util.types import Array, Arrays, Gradients
 
@@ -22,53 +22,60 @@ MAX_WEIGHTS_PER_BLOCK = 2**20
 """Weights of all heads in memory at once if only their mean is requested."""
 
 
-def has_equal_leads(call: Call) -> bool:
-    """Return whether query, key and value have the same leading axes and are not 16-bit."""
-    leads = {tuple(x.shape[:-2]) for x in (call.query, call.key, call.value)}  # type: ignore[union-attr]
-    return len(leads) == 1 and call.upcast() is call
+def has_matching_leads(call: Call) -> bool:
+    """Return whether query, key and value have the same leading axes, except for shared heads."""
+    query, key, value = (tuple(x.shape[:-2]) for x in (call.query, call.key, call.value))  # type: ignore[union-attr]
+    if call.exceeds_float32 or key != value:
+        return False
+    shares_heads = len(query) == len(key) == 2 and query[0] == key[0] and 0 not in key
+    return query == key or shares_heads
 
 
 def run_dense(call: Call) -> tuple[Array, Array] | None:
-    """Return output and weights of a masked call by the equation, or None.
+    """Return output and weights of a call by the equation, or None.
 
     None if a masked NaN or infinity reached the output, or would reach a gradient.
     """
     live = calls.compute_live_pairs(call, calls.make_block(call))
-    return (
-        None if live is None else _build_masked_runner(call)(call.query, call.key, call.value, live)
-    )
+    return _build_dense_runner(call)(call.query, call.key, call.value, live)
 
 
 def build_direct_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]:
-    """Return `run_dense` as a function of `attend`'s arguments, for an array mask."""
-    masked = _build_masked_runner(call)
-    return lambda query, key, value, score, weighting, mask, seed: masked(query, key, value, mask)
+    """Return `run_dense` as a function of `attend`'s arguments, for an array mask or none."""
+    run = _build_dense_runner(call)
+    return lambda query, key, value, score, weighting, mask, seed: run(query, key, value, mask)
 
 
-def _build_masked_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]:
+def _build_dense_runner(call: Call) -> Callable[..., tuple[Array, Array] | None]:
     needs_gradient = call.fw.needs_gradient((call.query, call.key, call.value))
     average, scale = call.wants_weights == "mean", effective_scale(call)
-    return partial(_run_masked, scale=scale, needs_gradient=needs_gradient, average=average)
+    return partial(_run_dense, scale=scale, needs_gradient=needs_gradient, average=average)
 
 
-def _run_masked(
+def _run_dense(
     query: Array,
     key: Array,
     value: Array,
-    live: Array,
+    live: Array | None,
     scale: float,
     needs_gradient: bool,
     average: bool,
 ) -> tuple[Array, Array] | None:
-    (*lead, n, d), m = query.shape, key.shape[-2]
-    if live.ndim > 2:
-        live = live.expand(*lead, *live.shape[-2:]).flatten(0, -3)
+    (*lead, n, d), m, dtype = query.shape, key.shape[-2], query.dtype
+    if dtype in HALF_DTYPES:
+        query, key, value = query.float(), key.float(), value.float()
+    if key.shape[:-2] != query.shape[:-2]:
+        key, value = (x.repeat_interleave(lead[1] // x.shape[1], 1) for x in (key, value))
     query, key = query.reshape(-1, n, d), key.reshape(-1, m, d)
     value = value.reshape(-1, m, value.shape[-1])
-    bias = live.to(query.dtype).log_()  # 0, or −∞
-    s = torch.baddbmm(
-        bias, query, key.mT if needs_gradient else _transpose_keys(query, key), alpha=scale
-    )
+    keys = key.mT if needs_gradient else _transpose_keys(query, key)
+    if live is None:
+        s = torch.bmm(query * scale, keys)
+    else:
+        if live.ndim > 2:
+            live = live.expand(*lead, *live.shape[-2:]).flatten(0, -3)
+        bias = live.to(query.dtype).log_()  # 0, or −∞
+        s = torch.baddbmm(bias, query, keys, alpha=scale)
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value)
     # A masked NaN or infinity makes the output NaN, and so does a query that is not finite. But if
@@ -76,7 +83,8 @@ def _run_masked(
     if not (is_finite(out, key) if needs_gradient else out.max().item() < math.inf):
         return None
     alpha = alpha.view(*lead, n, m)
-    return out.view(*lead, n, -1), alpha.mean(-3) if average else alpha
+    alpha = alpha.mean(-3) if average else alpha
+    return out.view(*lead, n, -1).to(dtype), alpha.to(dtype)
 
 
 def run(call: Call) -> tuple[Array, Array] | None:
