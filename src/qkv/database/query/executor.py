@@ -30,7 +30,7 @@ from qkv.database.query.far_queries import (
     gap_ratio,
 )
 from qkv.database.query.influence import compute_influence
-from qkv.database.query.key_match import measure_mismatch, missing_word_hint
+from qkv.database.query.key_match import is_sentence, measure_mismatch, missing_word_hint
 from qkv.database.query.number_hint import (
     DIFFERENT_NUMBERS_FACTOR,
     different_numbers_hint,
@@ -66,6 +66,9 @@ MAX_VALUE_DIFFERENCE = 0.1
 
 MIN_BEST_KEY_ROWS = 8
 """The number of rows that are read at least to find all rows with the best-matching key."""
+
+MAX_COMPARED_VALUES = 64
+"""So many rows show whether values repeat, as classes do."""
 
 SPELLING_ENCODERS = ("text", "characters", "columns")
 """The kinds of encoders for which another spelling speaks against a key."""
@@ -430,8 +433,19 @@ class LocalBackend(AnswerBackend):
         return self.executor.view.encoder.kind in SPELLING_ENCODERS
 
     def measure_mismatch(self, rows: list[Row]) -> float:
-        is_compared = bool(rows) and self.compares_spelling
-        return measure_mismatch(self.query, rows[0].key) if is_compared else 0.0
+        if not rows or not self.compares_spelling:
+            return 0.0
+        mismatch = measure_mismatch(self.query, rows[0].key)
+        # Similar texts tell the class of a new text, although they have other words.
+        tells_class = mismatch and is_sentence(self.query) and self._values_repeat()
+        return 0.0 if tells_class else mismatch
+
+    def _values_repeat(self) -> bool:
+        """Return whether most of the heavy rows have the value of another one."""
+        positions = self.heavy_rows[0][:MAX_COMPARED_VALUES]
+        records = self.executor._read_records(positions)
+        values = self.executor.view.schema.values_from_rows(records)
+        return 2 * len(set(map(identify_value, values))) <= len(records)
 
     def calibrate_logit(self, logit: float) -> float:
         calibration = self.executor.calibration

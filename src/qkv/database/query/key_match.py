@@ -19,8 +19,11 @@ from qkv.util.formatting import format_one_line
 MAX_TEXT = 150
 """Longer texts are not compared: they say things in other words."""
 
+NAME_WORDS = 4
+"""In a query of n > 4 words, a mismatch counts 4 / n as much: it may say the same otherwise."""
+
 MIN_LENGTH_FACTOR = 0.1
-"""Texts whose lengths differ so much that a mismatch counts less than this are not compared."""
+"""Texts that differ so much in length that a mismatch counts less than this are not compared."""
 
 
 USUAL_EDITS, LETTERS_PER_EDIT = 0.5, 4.0
@@ -101,6 +104,11 @@ def _misfits(words: Sequence[str], edits: Sequence[int]) -> Iterator[float]:
             yield min(max(count - USUAL_EDITS - len(word) / LETTERS_PER_EDIT, 0.0), 1.0)
 
 
+def is_sentence(query: Any) -> bool:
+    """Return whether a query is a text that is too long for a name."""
+    return isinstance(query, str) and len(split_words(query)) > NAME_WORDS
+
+
 def split_words(text: str) -> list[str]:
     """Return the words of a text, and of identifiers the parts.
 
@@ -121,8 +129,8 @@ def measure_mismatch(query: Any, key: Any) -> float:
     """Return from 0 to 1 how much speaks against the key being what the query asks for.
 
     That is the smaller one of two shares: of the words of the query that the key lacks, and of
-    those of the key that the query lacks. Typos count little, and so do texts of other lengths,
-    which need not have the same words. Tuples are compared cell by cell.
+    those of the key that the query lacks. Typos count little. So do long queries and texts of other
+    lengths, which need not have the same words. Tuples are compared cell by cell.
 
     >>> round(measure_mismatch("Jon Smithers", "Ann Smithers"), 2)
     0.28
@@ -139,7 +147,7 @@ def measure_mismatch(query: Any, key: Any) -> float:
     if not asked or not found or asked == found or _are_joined(asked, found):
         return 0.0
     lengths = [len(" ".join(words)) + LENGTH_OFFSET for words in (asked, found)]
-    factor = (min(lengths) / max(lengths)) ** LENGTH_FACTOR
+    factor = (min(lengths) / max(lengths)) ** LENGTH_FACTOR * min(1.0, NAME_WORDS / len(asked))
     mismatch = _mean_misfit(asked, found) if factor >= MIN_LENGTH_FACTOR else 0.0
     return factor * min(mismatch, _mean_misfit(found, asked)) if mismatch else 0.0
 
