@@ -39,6 +39,8 @@ class Value:
     - text: its name in the source, or the literal of a constant `number`.
     - positions: the positions that it depends on. `by_distance`: on q and k only through q − k.
     - slopes: the factors of q and k if it is linear in both, else None.
+    - is_monotone: whether it only grows, or only falls, with q − k, and depends on nothing else.
+    - low: a number that it is never below.
     - has_score: whether it depends on the score or on a captured number that is learned.
     """
 
@@ -49,6 +51,8 @@ class Value:
     by_distance: bool = False
     slopes: tuple[float, float] | None = None
     is_nonnegative: bool = False
+    is_monotone: bool = False
+    low: float | None = None
     has_score: bool = False
     operands: tuple[Value, ...] = ()
     partials: tuple[Any, ...] | None = None
@@ -84,6 +88,8 @@ class Expressions:
     numbers: list[tuple[str, int, int]] = field(default_factory=list)
     """What each number of `z.c0 …` is: ("length", tensor, axis), ("offset", tensor, 0) or
     ("constant", number, 0)."""
+    distance_indices: list[Value] = field(default_factory=list)
+    """The indices of loads that `load_by_distance` reads."""
     _known: dict[Any, Value] = field(default_factory=dict)
 
     # Inputs
@@ -108,14 +114,16 @@ class Expressions:
         text = repr(number)
         if isinstance(number, float) and not math.isfinite(number):
             text = f'float("{number}")'
-        return Value(text, kind, number, slopes=(0.0, 0.0), is_nonnegative=number >= 0)
+        return Value(
+            text, kind, number, slopes=(0.0, 0.0), is_nonnegative=number >= 0, low=float(number)
+        )
 
     # Operations
 
     def operate(
         self, template: str, kind: str, *operands: Value, partials: Any = None,
         is_nonnegative: bool = False, slopes: tuple[float, float] | None = None,
-        has_score: bool | None = None,
+        has_score: bool | None = None, is_monotone: bool = False, low: float | None = None,
     ) -> Value:  # fmt: skip
         """Return the value of a template with `{0}`, `{1}` … for the operands."""
         text = template.format(*[x.text for x in operands])
@@ -127,6 +135,10 @@ class Expressions:
             by_distance = True
         else:
             by_distance = bool(moved) and all(x.by_distance for x in moved)
+        # Of other positions and of numbers that differ between pairs it must not depend.
+        is_linear = slopes is not None and slopes[0] == -slopes[1] != 0
+        fixed = not any(x.positions or x.kind == "float" for x in operands if not x.is_monotone)
+        is_monotone = is_linear or (is_monotone and fixed)
         name = f"v{len(self.lines)}"
         self.lines[name] = text, key[2]
         found = Value(
@@ -134,7 +146,9 @@ class Expressions:
             positions=frozenset().union(*[x.positions for x in operands]),
             by_distance=by_distance,
             slopes=slopes,
-            is_nonnegative=is_nonnegative or kind == "bool",
+            is_nonnegative=is_nonnegative or kind == "bool" or (low is not None and low >= 0),
+            is_monotone=is_monotone,
+            low=low,
             has_score=any(x.has_score for x in operands) if has_score is None else has_score,
             operands=operands,
             partials=partials,
@@ -155,6 +169,7 @@ class Expressions:
             "{0}.to(" + TRITON_TYPES[kind] + ")", kind, x,
             partials=(None,) if x.kind != "float" else (lambda g: g,),
             is_nonnegative=x.is_nonnegative, slopes=None if kind == "float" else x.slopes,
+            is_monotone=x.is_monotone and kind != "float", low=x.low,
         )  # fmt: skip
 
     def _match(self, *operands: Value, kind: str | None = None) -> tuple[Value, ...]:
@@ -172,7 +187,9 @@ class Expressions:
             return x
         else:
             name = self._add_number(*number)
-        return Value(f"z.{name}", "int", slopes=(0.0, 0.0), is_nonnegative=x.number >= 0)
+        return Value(
+            f"z.{name}", "int", slopes=(0.0, 0.0), is_nonnegative=x.number >= 0, low=float(x.number)
+        )
 
     def add(self, a: Value, b: Value, kind: str | None = None) -> Value:
         a, b = self._match(a, b, kind=kind)
@@ -185,6 +202,8 @@ class Expressions:
         return self.operate(
             "({0} + {1})", a.kind, a, b, partials=(lambda g: g, lambda g: g),
             is_nonnegative=a.is_nonnegative and b.is_nonnegative, slopes=slopes,
+            is_monotone=a.is_monotone != b.is_monotone,
+            low=None if a.low is None or b.low is None else a.low + b.low,
         )  # fmt: skip
 
     def subtract(self, a: Value, b: Value, kind: str | None = None) -> Value:
@@ -298,11 +317,16 @@ class Expressions:
         """Return tl.maximum or tl.minimum; equal numbers share the gradient, as in PyTorch."""
         a, b = self._match(a, b)
         if a.kind != "float":
+            lows = [x.low for x in (a, b) if x.low is not None]
+            low = max(lows, default=None)
+            if name == "minimum":
+                low = min(lows) if len(lows) == 2 else None
             return self.operate(
                 f"tl.{name}({{0}}, {{1}})", a.kind, a, b,
                 is_nonnegative=(any if name == "maximum" else all)(
                     x.is_nonnegative for x in (a, b)
                 ),
+                is_monotone=a.is_monotone != b.is_monotone, low=low,
             )  # fmt: skip
         sign = ">" if name == "maximum" else "<"
 
@@ -420,6 +444,7 @@ class Expressions:
             raise TranslationError(f"a captured tensor is of {tensor.dtype}")
         captured = self._add_tensor(tensor)
         at: Value | None = None
+        distance: Value | None = None
         for index, length in zip(indices, captured.lengths, strict=True):
             if length is None:  # an axis of length 1
                 continue
@@ -431,9 +456,13 @@ class Expressions:
                 index = self.extreme("maximum", index, self.constant(0))
             # Pairs beyond the arrays or the mask may have any index.
             index = self.operate(
-                "tl.minimum({0}, {1} - 1)", index.kind, index, size, is_nonnegative=True
-            )
+                "tl.minimum({0}, {1} - 1)", index.kind, index, size, is_nonnegative=True,
+                is_monotone=index.is_monotone,
+            )  # fmt: skip
             index = self.cast(index, "int")
+            # Only the last index may depend on the distance, and the others on b and h.
+            distance = index if index.is_monotone and distance is None else None
+            before = at
             if at is None:
                 at = index
             else:
@@ -441,13 +470,23 @@ class Expressions:
         source = "given.captured_floats" if captured.is_float else "given.captured_integers"
         where: tuple[Value, ...] = () if at is None else (at,)
         terms = [source, *(f"z.{x}" for x in (captured.offset,) if x), *["{0}" for _ in where]]
+        fetch = "tl.load({})"
+        if distance is not None and not (before and before.positions & {"q", "k"}):
+            if distance not in self.distance_indices:
+                self.distance_indices.append(distance)
+            terms = terms[:-1]
+            if before is not None:
+                where = (*where, before)
+                terms.append(f"{{1}} * z.{captured.lengths[-1]}")
+            number = self.distance_indices.index(distance)
+            fetch = f"load_by_distance_{number}({{}}, b, h, i, j, given, z, F)"
         kind = "float" if captured.is_float else "long"
         if not captured.is_float and tensor.dtype != torch.int64:
             kind = "int"
         cast = f".to({TRITON_TYPES[kind]})"
         learned = captured.is_float and tensor.requires_grad
         loaded = self.operate(
-            f"tl.load({' + '.join(terms)}){cast}", kind, *where, has_score=learned
+            f"{fetch.format(' + '.join(terms))}{cast}", kind, *where, has_score=learned
         )
         if learned and not any(x.value is loaded for x in self.loads):
             self.loads.append(Load(tensor, tuple(indices), loaded))
@@ -500,6 +539,18 @@ class Expressions:
                 sums[operand.text] = new if before is None else self.add(before, new)
         return [sums.get(x.text, self.constant(0.0)) for x in wanted]
 
+    def distance_sources(self) -> list[str]:
+        """Return the sources of the functions `load_by_distance_0` …, which load a tile."""
+        parameters = "b, h, i, j, given, z, F"
+        sources = []
+        for number, index in enumerate(self.distance_indices):
+            name = f"distance_index_{number}"
+            sources += [
+                self.function_source(name, parameters, index, ""),
+                LOAD_BY_DISTANCE.format(number=number, parameters=parameters, index=name),
+            ]
+        return sources
+
     def function_source(self, name: str, parameters: str, out: Value, like: str) -> str:
         """Return the source of a function that returns `out`, broadcast like `like`."""
         needed: set[str] = set()
@@ -520,6 +571,20 @@ class Expressions:
             ["@triton.jit", f"def {name}({parameters}):", *body, f"    return {end}", ""]
         )
 
+
+LOAD_BY_DISTANCE = """@triton.jit
+def load_by_distance_{number}(source, {parameters}):
+    first = {index}(b, h, tl.max(i), tl.min(j), given, z, F)
+    last = {index}(b, h, tl.min(i), tl.max(j), given, z, F)
+    found = tl.zeros_like(i + j).to(source.dtype.element_ty)
+    if first == last:
+        found = found + tl.load(source + first)
+    else:
+        found = gather(source, {index}(b, h, i, j, given, z, F), F)
+    return found
+"""
+"""An index that only grows or only falls with the distance is the same for a whole tile if it is
+the same at both ends. Of a table of distances up to r, only tiles near the diagonal need more."""
 
 UNARY_FUNCTIONS = {
     "exp": ("tl.exp({0})", "{y}"),

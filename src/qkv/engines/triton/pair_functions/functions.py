@@ -26,6 +26,7 @@ from qkv.engines.triton.pair_functions.rules import RuleTranslator
 from qkv.engines.triton.pair_functions.signatures import MaskSignatureBuilder, NoSignatureError
 from qkv.engines.triton.pair_functions.trace import trace_function
 from qkv.engines.triton.tile_functions.score_tile import fast_tanh
+from qkv.engines.triton.tile_functions.tiles import gather
 from qkv.masks import Mask
 from qkv.util.caches import create_table, insert_bounded, memoize
 
@@ -177,8 +178,10 @@ def _build_functions(
             index = _flat_index(made, load)
             parts[f"captured_index_{i}"] = PAIR_PARAMETERS, index, ""
             captured.append((i, index))
-    name = _source_name("\n".join(made.function_source(x, *part) for x, part in parts.items()))
-    sources = [made.function_source(f"{x}_{name}", *part) for x, part in parts.items()]
+    own = [made.function_source(x, *part) for x, part in parts.items()]
+    name = _source_name("\n".join([*made.distance_sources(), *own]))
+    sources = made.distance_sources()
+    sources += [made.function_source(f"{x}_{name}", *part) for x, part in parts.items()]
     given = {x: f"{x}_{name}" if x in parts else None for x in (
         "allow_pair", "modify_score", "score_gradient"
     )}  # fmt: skip
@@ -238,7 +241,7 @@ def _compile_source(source: str) -> dict[str, Any]:
     """
     path = f"<qkv pair functions {_source_name(source)}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    found: dict[str, Any] = {"triton": triton, "tl": tl, "fast_tanh": fast_tanh}
+    found: dict[str, Any] = {"triton": triton, "tl": tl, "fast_tanh": fast_tanh, "gather": gather}
     found["__name__"] = __name__
     exec(compile(source, path, "exec"), found)
     return found
