@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
@@ -372,6 +374,48 @@ def _plan_call(
     if signature is None:
         call = user_code.with_placeholder(call)
     return signature, plan, call, choose_engine(call, engine)
+
+
+def plan_pages(
+    query: Any,
+    key: Any,
+    value: Any,
+    read_tables: Callable[[], tuple[Any, Any]],
+    *,
+    dtype: Any,
+    scales: Sequence[Any] = (),
+    is_causal: bool = False,
+    **options: Any,
+) -> Callable[[], Any] | str:
+    """Return a function that attends over keys and values in pages; or why no kernel reads them.
+
+    key and value are torch pools (pages, heads, rows, width), of `dtype` or codes of 8 bits with
+    their `scales`. `read_tables` returns the pages (batch, P) and the lengths (batch,), int32: row
+    j of sequence b is row j mod rows of page table[b, j // rows]. The n queries of a sequence are
+    those of its last n rows. `options` are those of `attend`.
+    """
+    from qkv.engines.triton import paged
+
+    if others := options.keys() - {"score", "weighting"}:
+        return f"the kernels for pages have no option {min(others)}"
+    if reason := paged.unsupported_device_reason(query):
+        return reason
+    if query.ndim != 4 or query.dtype != dtype:
+        return "the queries are not (batch, heads, n, width) in the dtype of the cache"
+    table, lengths = read_tables()
+    count = table.shape[1] * key.shape[2]
+    # They stand for the gathered rows: no number of them is read.
+    stand_ins = [
+        query.new_empty(x.shape[-1]).expand(table.shape[0], x.shape[1], count, -1)
+        for x in (key, value)
+    ]
+    rule: Any = masks.lengths(lengths)
+    if is_causal:
+        rule = rule & masks.causal(offset=lengths - query.shape[-2])
+    call = build_call(query, *stand_ins, mask=rule, **options)
+    pool = paged.PagePool(key, value, table, *scales)
+    reason = paged.unsupported_reason(call, pool)
+    return partial(paged.run, call, pool) if reason is None else reason
 
 
 def pool_weighed_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> np.ndarray:

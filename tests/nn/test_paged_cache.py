@@ -25,7 +25,7 @@ class Both:
 
     def add(self):
         sequence = self.paged.add_sequence()
-        self.rows[sequence] = torch.zeros(2, SHARED, 0, D)
+        self.rows[sequence] = self.normal(2, SHARED, 0, D)
         return sequence
 
     def fork(self, sequence):
@@ -187,3 +187,12 @@ def test_what_is_refused(call, error, match):
     both.append([a], 2)
     with pytest.raises(error, match=match):
         call(both)
+
+
+def test_without_a_kernel_the_pages_are_gathered(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    both = Both()
+    sequence = both.add()
+    both.append([sequence], 5)
+    explained = both.paged.explain(both.normal(1, HEADS, 1, D), [sequence])
+    assert explained == "the pages are gathered: only kernels on CUDA read pages"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class PagedCache(Cache):
         """How many sequences use each page."""
         self.free_pages: list[int] = []
         self.scales: list[Tensor] = []
+        self._tables: tuple[Any, ...] = ()
+        """The sequences of the last call, and their tables and lengths on the device."""
         self.dtypes: list[torch.dtype] = []
 
     def __len__(self) -> int:
@@ -95,6 +97,7 @@ class PagedCache(Cache):
         for page in self.tables.pop(sequence):
             self._release_page(page)
         del self.lengths[sequence]
+        self._tables = ()
 
     def select_sequences(self, sequences: Sequence[int]) -> list[int]:
         """Keep these sequences only, and return their new numbers. One may occur several times.
@@ -113,6 +116,7 @@ class PagedCache(Cache):
         """Append rows (batch, heads, n, width): row b of the batch to sequence b of the list."""
         self._check_sequences(sequences)
         self._check_rows(sequences, key, value)
+        self._tables = ()
         if not self.buffers:
             self._allocate_pool(key, value)
         elif self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
@@ -166,8 +170,72 @@ class PagedCache(Cache):
 
         The n queries of a sequence are those of its last n rows; with `is_causal` each attends to
         the rows up to its own. `options` are those of `qkv.attend`, and so is `mask`, whose keys
-        are those of `gather_rows`.
+        are those of `gather_rows`. On CUDA, kernels read the pages of a decoding step where they
+        are; `explain` says whether they do.
         """
+        plan = self._plan_pages(query, sequences, is_causal, mask, options)
+        if not isinstance(plan, str):
+            return plan()
+        return self._attend_to_rows(query, sequences, is_causal, mask, options)
+
+    def explain(
+        self,
+        query: Tensor,
+        sequences: Sequence[int],
+        *,
+        is_causal: bool = True,
+        mask: Any = None,
+        **options: Any,
+    ) -> str:
+        """Return whether `attend` with these arguments gathers the pages, and why."""
+        plan = self._plan_pages(query, sequences, is_causal, mask, options)
+        if isinstance(plan, str):
+            return f"the pages are gathered: {plan}"
+        return "the kernels read the pages through their table"
+
+    def _plan_pages(
+        self, query: Tensor, sequences: Sequence[int], is_causal: bool, mask: Any, options: Any
+    ) -> Callable[[], Tensor] | str:
+        """Return a function that computes the output from the pages, or why no kernel does."""
+        self._check_sequences(sequences)
+        if mask is not None:
+            return "a mask has its keys in the order of the gathered rows"
+        if not self.buffers or not any(self.lengths[x] for x in sequences):
+            return "there are no rows"
+        return attention.plan_pages(
+            query,
+            *self.buffers,
+            lambda: self._device_tables(sequences),
+            dtype=self.dtypes[0],
+            scales=self.scales,
+            is_causal=is_causal and query.shape[-2] > 1,
+            **options,
+        )
+
+    def _device_tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the pages (batch, count) and the lengths (batch,) of the sequences, int32.
+
+        They are copied to the device together, and again only after a change.
+        """
+        key = tuple(sequences)
+        if not self._tables or self._tables[0] != key:
+            lengths = [self.lengths[x] for x in key]
+            count = -(-max(lengths) // self.block)
+            tables = [self.tables[x][:count] for x in key]
+            numbers = lengths + [0] * (-len(lengths) % 4)  # the table is aligned to 16 bytes
+            first = len(numbers)
+            for x in tables:
+                numbers += x + [0] * (count - len(x))
+            device = self.buffers[0].device
+            host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+            both = host.to(device, non_blocking=True)
+            self._tables = key, both[first:].view(-1, count), both[: len(lengths)]
+        return self._tables[1:]
+
+    def _attend_to_rows(
+        self, query: Tensor, sequences: Sequence[int], is_causal: bool, mask: Any, options: Any
+    ) -> Tensor:
+        """Return the output over gathered rows."""
         key, value, lengths = self.gather_rows(sequences)
         n, m = query.shape[-2], key.shape[-2]
         is_padded = len({self.lengths[x] for x in sequences}) > 1

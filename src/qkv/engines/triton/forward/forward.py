@@ -26,6 +26,7 @@ from qkv.engines.triton.tile_functions.program import (
     compute_tile_scores,
     is_skipped,
     load_mask_tile,
+    locate_tile,
     rows_per_lane,
 )
 from qkv.engines.triton.tile_functions.records import NARROW_SIZES
@@ -71,11 +72,12 @@ def pool_tiles(
         tied = tl.max((rows.row_b != LAST_POSITION).to(tl.int32))
     for t in tl.range(lo, hi, flatten=FLAT, num_stages=STAGES):
         start, j, here, live, extra = load_mask_tile(t, rows, keys, times, z, F, MASKED)
+        far = locate_tile(start, keys, z, F)
         if F.WEIGHTING == "average":
             p = live.to(tl.float32) if RULED else tl.full((F.ROWS, F.COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
         else:
-            x, y = compute_product(rows, keys, start, here, F)
+            x, y = compute_product(rows, keys, far, here, F)
             if F.FOLD:
                 factor = scales.scale
                 if ADDED:
@@ -118,17 +120,23 @@ def pool_tiles(
                 total += tl.sum(p, 1)
         if F.DROP:
             p = p * tiles.dropout_factor(rows.drawn, j, z.dropped, scales.share)
+        if F.CODES:
+            p = p * tl.load(keys.scales.value + far + here)[None, :]
         if CAREFUL:
             counts = p != 0 if F.SPARSE else live | (p != p)
             first, width = some
             v = tiles.load_some_columns(
-                first + start * keys.v_m, here * keys.v_m, width, acc.shape[1]
+                first + far * keys.v_m, here * keys.v_m, width, acc.shape[1]
             )
+            if F.CODES:
+                v = v.to(rows.held.dtype)
             acc = tiles.add_product_nan_safe(acc, p, v, counts, F.PRECISION)
         else:
             v = tiles.load_row_tile(
-                keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA
+                keys.value, far, keys.v_m, here, F.D, F.BLOCK_D, F.TMA
             )  # (COLS, d)
+            if F.CODES:
+                v = v.to(rows.held.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=F.PRECISION)
     return acc, top, total
 
@@ -381,5 +389,6 @@ def allocate_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty arrays for the results of `attend_forward`."""
     rows = query.shape[:3]
-    out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
+    dtype = value.dtype if value.is_floating_point() else query.dtype
+    out = query.new_empty((*rows, value.shape[3]), dtype=dtype)
     return out, workspace.allocate_buffer(query, rows), workspace.allocate_buffer(query, (2, *rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
@@ -108,7 +109,7 @@ def round_query(given: Sequence[Any]) -> Sequence[Any]:
     The gradient of the query stays float32.
     """
     query, key = given[:2]
-    return given if query.dtype == key.dtype else (query.to(key.dtype), *given[1:])
+    return given if query.dtype == key.dtype or not key.is_floating_point() else (query.to(key.dtype), *given[1:])
 
 
 class KernelCall:
@@ -140,12 +141,16 @@ class KernelCall:
             caps=self.caps, captured_floats=arrays.captured_floats,
             captured_integers=arrays.captured_integers,
             query_terms=arrays.query_terms, key_terms=arrays.key_terms,
-            key_spans=arrays.key_spans, query_spans=arrays.query_spans,
+            key_spans=arrays.key_spans, query_spans=arrays.query_spans, pages=arrays.pages,
+            key_scales=arrays.key_scales, value_scales=arrays.value_scales,
         )  # fmt: skip
         self.functions = numbers.functions
         has_rule = self.functions is not None and self.functions.rule is not None
         self.b, self.h, self.n, self.w = self.query.shape
         _, self.hk, self.m, self.d = self.value.shape
+        self.page_rows = 0 if arrays.pages is None else self.m
+        if arrays.pages is not None:
+            self.m *= arrays.pages.shape[1]
         self.group, reach = self.h // self.hk, self.n + self.m
         self.band = tuple(x if x is None else max(min(x, reach), -reach) for x in (lower, upper))
         self.scales = numbers.as_scales
@@ -165,7 +170,7 @@ class KernelCall:
         )
         there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
         self.strides = (
-            *self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3],
+            *self.query.stride()[:3], *self._row_strides(self.key), *self._row_strides(self.value),
             *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
             *shared_strides(self.pairs),
@@ -185,7 +190,8 @@ class KernelCall:
         )
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
         own |= {"CAP": numbers.cap, "SQUARES": numbers.adds_squares}
-        own |= {"SPANS": arrays.key_spans is not None}
+        own |= {"SPANS": arrays.key_spans is not None, "PAGE": self.page_rows}
+        own |= {"CODES": arrays.key_scales is not None}
         own["ROW_PAIRS"] = self._shares_mask_row()
         self.constexprs = facts | own | _form_constexprs(self.form, self.w)
         if self.constexprs["BY_COLUMN"]:
@@ -199,6 +205,10 @@ class KernelCall:
         self.is_plain_product = plain and not has_mod and not numbers.adds_squares
         plain = self.is_plain_product and (kind < 2 or self.float_mask_bytes > 0)
         self.folds_scale = self.weighting == "softmax" and plain and scale > 0
+
+    def _row_strides(self, x: Tensor) -> tuple[int, ...]:
+        """Return the strides of keys or values by batch, head and row; of a pool only by row."""
+        return (0, 0, x.stride(2)) if self.page_rows else x.stride()[:3]
 
     @property
     def column_factor(self) -> float:
@@ -252,6 +262,11 @@ class KernelCall:
         return workspace.allocate_buffer(self.query, shape, dtype)
 
     def choose_tile(self, name: str, rows: int) -> Tile:
+        tile = self._choose_tile(name, rows)
+        # A tile of keys lies in one page.
+        return tile._replace(cols=gcd(tile.cols, self.page_rows)) if self.page_rows else tile
+
+    def _choose_tile(self, name: str, rows: int) -> Tile:
         size, banded = (
             self.query.element_size(),
             any(self.constexprs[name] for name in ("LOWER", "UPPER", "SPANS")),

@@ -30,6 +30,7 @@ from qkv.engines.triton.tile_functions.program import (
     compute_product,
     compute_tile_scores,
     is_skipped,
+    locate_tile,
     tile_positions,
 )
 from qkv.engines.triton.tile_functions.records import Scales
@@ -87,7 +88,7 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     if F.STORED:
         return tl.load(rows.pairs + (rows.at + j), mask=j < z.m, other=NEG_INFINITY)
     here = tl.minimum(near, z.m - 1 - start)
-    x, _ = compute_product(rows, keys, start, here, F)
+    x, _ = compute_product(rows, keys, locate_tile(start, keys, z, F), here, F)
     s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, scales.share, F)
     s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
     if F.PAIRS:

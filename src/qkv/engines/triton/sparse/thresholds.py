@@ -100,12 +100,18 @@ def _launch_search(
     call.run_with_fitting_tile(kernel.__name__, tile, run_tile)
 
 
-def _is_stored(query: Tensor, key: Tensor, numbers: Numbers) -> bool:
+def is_stored(arrays: Arrays, numbers: Numbers) -> bool:
     """Return whether the scores of all rows are few enough to be stored, as for a decoding step."""
-    (b, h, n, _), (_, hk, m, _) = query.shape, key.shape
-    few_rows = n * (h // max(hk, 1)) <= tile_choice.MAX_PACKED_ROWS
-    enough_keys = numbers.form == "product" and m >= MIN_STORED_KEYS
-    return few_rows and enough_keys and 4 * b * h * n * m <= MAX_STORED_BYTES
+    (b, h, n, _), (_, hk, m, _) = arrays.query.shape, arrays.key.shape
+    if arrays.pages is not None:
+        m *= arrays.pages.shape[1]
+    return numbers.form == "product" and is_stored_shape(b, h, n, m, n * (h // max(hk, 1)))
+
+
+def is_stored_shape(b: int, h: int, n: int, m: int, rows: int) -> bool:
+    """Return `is_stored` of dot products, for `rows` queries of all heads that share their keys."""
+    few_rows = rows <= tile_choice.MAX_PACKED_ROWS
+    return few_rows and m >= MIN_STORED_KEYS and 4 * b * h * n * m <= MAX_STORED_BYTES
 
 
 def _store_scores(given: Arrays, numbers: Numbers) -> Tensor:
@@ -139,6 +145,9 @@ def _search_stored(
 ) -> None:  # fmt: skip
     """Launch a search kernel over stored scores, with one program per row."""
     query, key = given[:2]
+    if given.pages is not None:  # only the shape of the gathered keys matters
+        shape = query.shape[0], key.shape[1], scores.shape[-1], query.shape[-1]
+        key = query.as_strided(shape, (0, 0, 0, 1))
     few = Numbers(1.0, numbers.weighting, numbers.alpha)
     call = KernelCall(*Arrays(query, key, key, pairs=scores), *few)
     columns = tile_choice.next_power_of_2(call.m) // STORED_TILES
@@ -241,7 +250,7 @@ def _search(
             across,
         )
     outs: tuple[Tensor, ...] = (row_a,) if entmax else (row_a, row_b)
-    if not listed and _is_stored(query, key, numbers):
+    if not listed and is_stored(arrays, numbers):
         _search_stored(kernel, arrays, numbers, _store_scores(arrays, numbers), outs, *more)
         return row_a, row_b, lists, across
     bits = (marks, across, lists) if listed else (None, None, None)

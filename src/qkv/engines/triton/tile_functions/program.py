@@ -19,6 +19,7 @@ from qkv.engines.triton.tile_functions.records import (
     CapturedPointers,
     KeyRange,
     QueryTile,
+    RowScales,
     Strides,
     TilePosition,
 )
@@ -235,8 +236,16 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
             heads = z.heads // z.group
         room = padded_rows(z.m, F)
         terms = locate_terms(given.key_terms, batch * heads + shared, z.m, F)
-    key = tiles.make_descriptor(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
-    value = tiles.make_descriptor(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
+    pages = key
+    scales = RowScales(key, value)
+    rows = z.m
+    if F.PAGE:
+        pages = given.pages + batch * (z.m // F.PAGE)
+        rows = tiles.LAST_POSITION  # all rows of a pool: each page is there
+        if F.CODES:
+            scales = RowScales(given.key_scales, given.value_scales)
+    key = tiles.make_descriptor(key, rows, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
+    value = tiles.make_descriptor(value, rows, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
     return KeyRange(
         key,
         k_m,
@@ -252,6 +261,9 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
         side,
         terms,
         room,
+        pages,
+        shared,
+        scales,
     )
 
 
@@ -360,6 +372,19 @@ def load_mask_tile(t, rows, keys, times, z, F, MASKED: tl.constexpr):
 
 
 @triton.jit
+def locate_tile(start, keys, z, F):
+    """Return the row of the key array where the tile of keys from `start` on begins."""
+    far = start
+    if F.PAGE:
+        heads = z.heads
+        if not F.PACKED:
+            heads = z.heads // z.group
+        page = tl.load(keys.pages + start // F.PAGE)
+        far = (page * heads + keys.head.to(tl.int32)) * F.PAGE + start % F.PAGE
+    return far
+
+
+@triton.jit
 def compute_product(own, others, start, here, F):
     """Return φ·ψ of a tile (`own` rows × the `here` others), and the loaded others.
 
@@ -387,7 +412,11 @@ def compute_product(own, others, start, here, F):
         y = x
     else:
         y = tiles.load_row_tile(others.base, start, others.step, here, F.W, F.BLOCK_W, F.TMA)
+        if F.CODES:
+            y = y.to(own.held.dtype)
         x = tl.dot(own.held, tl.trans(y), input_precision=F.SCORES)
+        if F.CODES:
+            x = x * tl.load(others.scales.key + start + here)[None, :]
     return x, y
 
 

@@ -71,6 +71,9 @@ class Arrays(NamedTuple):
     key_terms: Tensor | None = None
     key_spans: Tensor | None = None
     query_spans: Tensor | None = None
+    pages: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 ARRAY_COUNT = len(Arrays._fields)
@@ -125,6 +128,9 @@ SPECIALIZED_SIZES = {
 }  # fmt: skip
 """Indices of the sizes that kernels are compiled for: heads and group; also n and rows_n."""
 
+RowScales = namedtuple("RowScales", "key value")
+"""The factors of the rows of keys and values that are stored as codes of 8 bits."""
+
 QueryTile = namedtuple(
     "QueryTile",
     "base offset held i a cap row_a row_b pairs at drawn width b h captured terms room near",
@@ -149,9 +155,11 @@ of each row in an array with one number per row (line), the row's position, whet
 (inside), and the first and last position."""
 
 KeyRange = namedtuple(
-    "KeyRange", "base step value v_m bias gate_key layout spans at p_m end side terms room"
+    "KeyRange",
+    "base step value v_m bias gate_key layout spans at p_m end side terms room pages head scales",
 )
 """The keys of a head, their values, bias and gate, with strides. Keys from `end` on do not count.
 `at` lists the tiles of a layout, or the keys of a support list. `side` is a `tanh.UnitSide`.
 `terms` and `room` are those of `QueryTile`, for all keys of the head. `spans` holds the first key
-of each query, then the ends."""
+of each query, then the ends. `pages` are those of the batch, `head` is the head of the keys, and
+`scales` are the pointers to the scales of keys and values."""
