@@ -143,6 +143,7 @@ PER_HEAD = "str"
 WEIGHTINGS = (
     "softmax", "entmax15", "entmax", "sparsemax", "topk", "all of them", "hard", "straight",
     "average", "sigmoid", "raw", "normalized", "warm", "sink",
+    "entmax sink",
 )  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     if weighting == "warm":
         each = random.choice(((), (h, 1, 1) if h > 1 else (), (n, 1)))
         arrays["temperature"] = normal(*each).abs() + 0.5
-    if weighting == "sink":
+    if weighting in ("sink", "entmax sink"):
         arrays["sink"] = normal(*random.choice(((), (h,))))
     rule = random.choice(
         ("none", "none", "causal", "window", "lengths", "bool", "float", "blocks", "all",
@@ -248,6 +249,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
             "entmax": weightings.Entmax(1.2),
             "warm": weightings.Softmax(given.get("temperature", 1.0)),
             "sink": weightings.Softmax(sink=given.get("sink")),
+            "entmax sink": weightings.Entmax(1.4, sink=given.get("sink", 0.3)),
         }
         taken = {"mask": given["mask"]} if "mask" in given else {}
         if rule == "all":

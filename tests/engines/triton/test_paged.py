@@ -55,9 +55,7 @@ def test_kernels_read_codes_of_8_bits(name):
     assert "read the pages" in both.paged.explain(query, both.sequences, **options)
     out = both.paged.attend(query, both.sequences, **options)
     key, value, lengths = both.paged.gather_rows(both.sequences)
-    want = qkv.attend(
-        query, key, value, mask=qkv.masks.lengths(lengths), engine="dense", **options
-    )
+    want = qkv.attend(query, key, value, mask=qkv.masks.lengths(lengths), engine="dense", **options)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 

@@ -56,7 +56,7 @@ from qkv.scores.functions import EvaluatedScore
 from qkv.util.caches import create_table
 from qkv.util.types import Array
 from qkv.weightings import Hard, Softmax
-from qkv.weightings.entmax import SinkEntmax, Tsallis
+from qkv.weightings.entmax import MIN_QUICK_ALPHA, SinkEntmax, Tsallis
 from qkv.weightings.softmax import SinkSoftmax
 
 NAME = "triton"
@@ -87,9 +87,11 @@ def unsupported_reason(call: Call) -> str | None:
         return "the kernels compute in float32, not in float64"
     if isinstance(call.weighting, SinkSoftmax):
         return unsupported_reason(without_sink(call))
-    if isinstance(call.weighting, SinkEntmax):
-        return "the kernels support a sink only with softmax"
-    if isinstance(call.weighting, Tsallis):
+    alpha = getattr(call.weighting, "alpha", 2.0)
+    has_kernel_alpha = not is_array(alpha) and MIN_QUICK_ALPHA <= alpha <= 2
+    if isinstance(call.weighting, Tsallis) and not (
+        isinstance(call.weighting, SinkEntmax) and has_kernel_alpha
+    ):
         return "the kernels support entmax only for a fixed alpha from 1.05 to 2"
     if fw.in_functional_transform():  # type: ignore[attr-defined]
         return "the kernels have no rules for torch.func and forward-mode derivatives"
@@ -430,6 +432,8 @@ def _can_replay(call: Call, learns: bool = False) -> bool:
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
     leaves = tree.array_leaves(call.fw, call)
     if isinstance(call.weighting, SinkSoftmax) or (call.fw.needs_gradient(leaves) and not learns):
+        return False
+    if isinstance(call.weighting, SinkEntmax) and is_array(call.weighting.sink):
         return False
     if any(type(x) not in PLAIN_TENSOR_TYPES for x in leaves):
         return False

@@ -29,6 +29,8 @@ from qkv.scores.distance import ExpandedGaussian
 from qkv.scores.functions import EvaluatedScore
 from qkv.util.types import Array
 from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+from qkv.weightings.entmax import SinkEntmax
+from qkv.weightings.power import broadcast_to_rows
 from qkv.weightings.softmax import SinkSoftmax
 
 
@@ -303,6 +305,7 @@ KERNEL_WEIGHTINGS = {
     Sigmoid: "sigmoid",
     Entmax: "entmax",
     Sparsemax: "entmax",
+    SinkEntmax: "entmax",
     TopK: "topk",
     Hard: "topk",
 }
@@ -372,6 +375,8 @@ def divide_by_temperature(x: Any, temperature: Any) -> Any:
 
 def is_shift_sensitive(call: Call) -> bool:
     """Return whether adding a constant to a row of scores changes the weights."""
+    if isinstance(call.weighting, SinkEntmax):
+        return True
     return KERNEL_WEIGHTINGS[type(call.weighting)] not in SHIFT_INVARIANT_WEIGHTINGS
 
 
@@ -587,8 +592,12 @@ def build_kernel_arrays(
     added = pairs is not None and pairs.is_floating_point()
     if added and is_array(learned):
         pairs = scale_mask_array(call, pairs, learned)
+    sink = weighting.sink if isinstance(weighting, SinkEntmax) else None
     if is_shift_sensitive(call):
         pairs = add_row_offsets(call, pairs, form.offset)
+        if is_array(sink):  # a sink of 0, with its score subtracted from all others
+            rows = -broadcast_to_rows(sink, call.query).float()
+            pairs, sink = add_row_offsets(call, pairs, rows), 0.0
     elif added and pairs.shape[-1] == 1 and not call.wants_lse:
         query, pairs = drop_row_constants(query, pairs)
     terms: tuple[Any, ...] = (None, None)
@@ -609,6 +618,7 @@ def build_kernel_arrays(
         distance or "product",
         square_scale,
         adds_squares,
+        sink,
     )  # fmt: skip
     arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
     if captured is not None:

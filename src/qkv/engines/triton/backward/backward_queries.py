@@ -27,6 +27,7 @@ from qkv.engines.triton.tile_functions.score_tile import (
     product_gradients,
     remaining_scale,
     score_gradients,
+    sink_lean,
     tile_weights,
 )
 from qkv.engines.triton.tile_functions.tanh import add_unit_gradients, clear_unit_sums
@@ -169,6 +170,11 @@ def backward_queries_kernel(
         )
     dq, one, two, lean_keys = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
+    if F.SINK and F.CENTRE > 0:  # the sink has no value, so its ∂L/∂α is 0
+        lean = sink_lean(tl.sum(rows.row_a, 1), scales, F)
+        if F.CENTRE == 2:
+            one -= lean * tl.sum(middle, 1)
+        two += tl.where(part == 0, lean, 0.0)
     line = spot.line
     there = spot.batch * steps.o_b + spot.head * steps.o_h
     there += spot.row * tl.cast(steps.o_n, tl.int64)

@@ -43,6 +43,7 @@ class Numbers(NamedTuple):
     `alpha` is also the k of top-k. `hashed` is the number of heads per batch in the hash of
     dropout. A call with a `cap` has no bias. Under a transform, there are no `functions`. `form` is
     one of FORMS. `adds_squares` adds square_scale · ‖ψ‖² to the products, without a gradient.
+    `sink` is the score of entmax's sink; None: there is none.
     """
 
     scale: float
@@ -61,6 +62,7 @@ class Numbers(NamedTuple):
     form: str = "product"
     square_scale: float = 1.0
     adds_squares: bool = False
+    sink: float | None = None
 
     @property
     def is_hard(self) -> bool:
@@ -77,11 +79,12 @@ class Numbers(NamedTuple):
         inner = 1.0 if self.has_score_mod else base  # a score_mod gets the scores in base e
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         factors = float(self.scale) * inner, float(self.alpha), self.times * base, share
-        return Scales(*factors, self.square_scale)
+        return Scales(*factors, self.square_scale, self.sink or 0.0)
 
 
 _TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool",
+    float | None: "float?",
     int: "SymInt", int | None: "SymInt?", PairFunctions | None: "str?",
     tuple[int, ...] | None: "SymInt[]?",
 }  # fmt: skip
@@ -109,7 +112,11 @@ def round_query(given: Sequence[Any]) -> Sequence[Any]:
     The gradient of the query stays float32.
     """
     query, key = given[:2]
-    return given if query.dtype == key.dtype or not key.is_floating_point() else (query.to(key.dtype), *given[1:])
+    return (
+        given
+        if query.dtype == key.dtype or not key.is_floating_point()
+        else (query.to(key.dtype), *given[1:])
+    )
 
 
 class KernelCall:
@@ -191,6 +198,7 @@ class KernelCall:
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
         own |= {"CAP": numbers.cap, "SQUARES": numbers.adds_squares}
         own |= {"SPANS": arrays.key_spans is not None, "PAGE": self.page_rows}
+        own |= {"SINK": numbers.sink is not None}
         own |= {"CODES": arrays.key_scales is not None}
         own["ROW_PAIRS"] = self._shares_mask_row()
         self.constexprs = facts | own | _form_constexprs(self.form, self.w)

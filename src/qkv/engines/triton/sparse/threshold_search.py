@@ -3,7 +3,7 @@
 Each pass over a row computes the scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)) again,
 tile by tile, with the functions of `forward.pool_kernel`. So all passes compute identical scores.
 
-- entmax: the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1.
+- entmax: the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1. A sink is one more score.
 - top-k: the k-th largest score, and the position up to which equal scores count.
 - hard (top-1): the largest score and its first key.
 
@@ -147,8 +147,9 @@ def _scale_scores(scales, F):
         factor = scales.alpha - 1.0
     inner = 1.0 if F.HAS_MOD else factor  # a score_mod gets the scores themselves
     return Scales(
-        scales.scale * inner, scales.alpha, scales.times * factor, inner, scales.square_scale
-    )
+        scales.scale * inner, scales.alpha, scales.times * factor, inner, scales.square_scale,
+        scales.sink,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -234,6 +235,16 @@ def _sum_powers(peaks, second, t, alpha, F, SECOND: tl.constexpr):
 
 
 @triton.jit
+def _add_sink(mass, slope, bend, t, scales, F):
+    """Return the sums of `_sum_powers` with those of the sink."""
+    if F.SINK:
+        r = tl.maximum(scales.sink * (scales.alpha - 1.0) - t, 0.0)
+        some, lean, more = _entmax_powers(r, scales.alpha, F.POWER, F.FAST)
+        mass, slope, bend = mass + some, slope + lean, bend + more
+    return mass, slope, bend
+
+
+@triton.jit
 def _sum_row_powers(t, rows, keys, edges, scales, own, z, F, MARKED: tl.constexpr):
     """Return Σ rᵉ, Σ rᵉ⁻¹, Σ rᵉ⁻² (for e ≥ 2) and the number of r > 0 of each row.
 
@@ -254,7 +265,8 @@ def _sum_row_powers(t, rows, keys, edges, scales, own, z, F, MARKED: tl.constexp
         if MARKED:
             count += fold_columns(tl.minimum(r * 1e30, 1.0))
             set_tile_bits(r > 0, own, tile, F)
-    return tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(bend, 1), tl.sum(count, 1)
+    sums = _add_sink(tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(bend, 1), t, scales, F)
+    return sums[0], sums[1], sums[2], tl.sum(count, 1)
 
 
 @triton.jit
@@ -326,9 +338,12 @@ def entmax_kernel(
         top = tl.max(peaks, 1)
         empty = top == NEG_INFINITY
         top = tl.where(empty | bad, 0.0, top)
+        if F.SINK:
+            top = tl.maximum(top, scales.sink * (scales.alpha - 1.0))
         t = top - 1.0
         for _ in range(3 if F.POWER == 3 else (4 if F.POWER == 2 else 8)):
             mass, slope, bend = _sum_powers(peaks, second, t, scales.alpha, F, SECOND)
+            mass, slope, bend = _add_sink(mass, slope, bend, t, scales, F)
             t += _newton_step(mass, slope, bend, scales.alpha, F.POWER)
         t = tl.where(bad, 0.0, t)
         low = t

@@ -148,7 +148,7 @@ def _search_stored(
     if given.pages is not None:  # only the shape of the gathered keys matters
         shape = query.shape[0], key.shape[1], scores.shape[-1], query.shape[-1]
         key = query.as_strided(shape, (0, 0, 0, 1))
-    few = Numbers(1.0, numbers.weighting, numbers.alpha)
+    few = Numbers(1.0, numbers.weighting, numbers.alpha, sink=numbers.sink)
     call = KernelCall(*Arrays(query, key, key, pairs=scores), *few)
     columns = tile_choice.next_power_of_2(call.m) // STORED_TILES
     columns = min(max(columns, 16), MAX_STORED_COLUMNS)

@@ -81,13 +81,14 @@ ARRAY_COUNT = len(Arrays._fields)
 
 class Scales(NamedTuple):
     """Factors: of φ·ψ, entmax's alpha, of the mask array, of weights that survive dropout, and of
-    squared distances."""
+    squared distances; and the score of entmax's sink."""
 
     scale: float
     alpha: float
     times: float
     share: float
     square_scale: float = 1.0
+    sink: float = 0.0
 
 
 Strides = namedtuple(

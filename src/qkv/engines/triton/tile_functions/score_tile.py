@@ -179,6 +179,15 @@ def entmax_weights(s, threshold, alpha, POWER: tl.constexpr, FAST: tl.constexpr)
 
 
 @triton.jit
+def sink_lean(threshold, scales, F):
+    """Return r^(e − 1) of entmax's sink."""
+    _, lean = entmax_weights(
+        threshold * 0.0 + scales.sink, threshold, scales.alpha, F.POWER, F.FAST
+    )
+    return lean
+
+
+@triton.jit
 def power_of(r, exponent, FAST: tl.constexpr):
     """Return r^exponent for r ≥ 0 and an exponent above 0."""
     if FAST:  # 2^(−∞) = 0
