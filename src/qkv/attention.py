@@ -43,6 +43,7 @@ from qkv.frameworks.stored_rows import (
 )
 from qkv.masks import MaskLike
 from qkv.scores import Score, ScoreLike
+from qkv.util.caches import insert_bounded
 from qkv.util.keyword_hints import FOREIGN_KEYWORDS, forbid_torchscript
 from qkv.util.types import A, Array, NestedLists, ShardPosition, Span
 from qkv.weightings import Weighting, WeightingLike
@@ -376,6 +377,9 @@ def _plan_call(
     return signature, plan, call, choose_engine(call, engine)
 
 
+MAX_PAGE_RUNNERS = 64
+
+
 def plan_pages(
     query: Any,
     key: Any,
@@ -385,6 +389,7 @@ def plan_pages(
     dtype: Any,
     scales: Sequence[Any] = (),
     is_causal: bool = False,
+    known: dict[Any, Any],
     **options: Any,
 ) -> Callable[[], Any] | str:
     """Return a function that attends over keys and values in pages; or why no kernel reads them.
@@ -392,7 +397,8 @@ def plan_pages(
     key and value are torch pools (pages, heads, rows, width), of `dtype` or codes of 8 bits with
     their `scales`. `read_tables` returns the pages (batch, P) and the lengths (batch,), int32: row
     j of sequence b is row j mod rows of page table[b, j // rows]. The n queries of a sequence are
-    those of its last n rows. `options` are those of `attend`.
+    those of its last n rows. `options` are those of `attend`. `known` caches functions for this
+    pool: an empty dictionary at first.
     """
     from qkv.engines.triton import paged
 
@@ -403,19 +409,34 @@ def plan_pages(
     if query.ndim != 4 or query.dtype != dtype:
         return "the queries are not (batch, heads, n, width) in the dtype of the cache"
     table, lengths = read_tables()
-    count = table.shape[1] * key.shape[2]
-    # They stand for the gathered rows: no number of them is read.
-    stand_ins = [
-        query.new_empty(x.shape[-1]).expand(table.shape[0], x.shape[1], count, -1)
-        for x in (key, value)
-    ]
-    rule: Any = masks.lengths(lengths)
-    if is_causal:
-        rule = rule & masks.causal(offset=lengths - query.shape[-2])
-    call = build_call(query, *stand_ins, mask=rule, **options)
-    pool = paged.PagePool(key, value, table, *scales)
-    reason = paged.unsupported_reason(call, pool)
-    return partial(paged.run, call, pool) if reason is None else reason
+    needs_gradient = get_framework(query).needs_gradient([query])
+    names = options.get("score", "scaled_dot"), options.get("weighting", "softmax")
+    signature: Any = None
+    if not needs_gradient and not tree.array_leaves(get_framework(query), names):
+        try:
+            signature = (*names, query.shape, query.stride(), table.shape, is_causal)
+            hash(signature)
+        except TypeError:
+            signature = None
+    runner = known.get(signature)
+    if runner is None:
+        count = table.shape[1] * key.shape[2]
+        # They stand for the gathered rows: no number of them is read.
+        stand_ins = [
+            query.new_empty(x.shape[-1]).expand(table.shape[0], x.shape[1], count, -1)
+            for x in (key, value)
+        ]
+        rule: Any = masks.lengths(lengths)
+        if is_causal:
+            rule = rule & masks.causal(offset=lengths - query.shape[-2])
+        call = build_call(query, *stand_ins, mask=rule, **options)
+        pool = paged.PagePool(key, value, table, *scales)
+        if reason := paged.unsupported_reason(call, pool):
+            return reason
+        runner = paged.build_runner(call, pool)
+        if signature is not None and runner.is_reusable:
+            insert_bounded(known, signature, runner, MAX_PAGE_RUNNERS)
+    return partial(runner.run, query, table, lengths)
 
 
 def pool_weighed_values(weights: np.ndarray, value: np.ndarray, mean: bool) -> np.ndarray:

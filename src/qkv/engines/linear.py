@@ -20,7 +20,9 @@ from qkv.engines import call as calls
 from qkv.engines import streaming, triton
 from qkv.engines.call import Call
 from qkv.engines.causal_sums import chunk_size, sum_any_causally, sum_causally
+from qkv.engines.triton_import import has_triton
 from qkv.errors import format_count
+from qkv.frameworks import is_array
 from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
 from qkv.frameworks.tree import array_leaves, replace_arrays
@@ -39,8 +41,14 @@ MAX_DENSE_SCORES = 2**16
 FUSED_KERNEL_SPEEDUP = 16
 """How many products of a fused kernel on a GPU take the time of one product of the sums."""
 
+CHUNK_KERNEL_SPEEDUP = 2
+"""The same, if a kernel computes the sums."""
+
 MAX_FORM_NUMBERS = 2**26
 """Most numbers of φ and ψ together, which are in memory at once."""
+
+MAX_CHUNK_KERNEL_WIDTH = 128
+"""The widest φ and values of the kernel for causal sums."""
 
 STORED_SCORES = (Dot, ScaledDot, Cosine, Multiplicative)
 """Scores whose ψ does not depend on arrays that may need a gradient, nor on other keys."""
@@ -112,7 +120,8 @@ def slower_reason(call: Call) -> str | None:
 def _slower_on_device_reason(call: Call, pairs: int, products: int) -> str | None:
     """Return why fused kernels take less time than the sums in float32, if they do."""
     has_kernel = triton.unsupported_reason(call) is None
-    if has_kernel and pairs < FUSED_KERNEL_SPEEDUP * products:
+    speedup = CHUNK_KERNEL_SPEEDUP if _has_chunk_kernel(call) else FUSED_KERNEL_SPEEDUP
+    if has_kernel and pairs < speedup * products:
         return (
             f"a fused kernel computes the scores of {format_count(call.n)} queries and "
             f"{format_count(call.m)} keys in less time than the sums"
@@ -128,6 +137,8 @@ def is_data_dependent(call: Call) -> bool:
 def describe(call: Call) -> str:
     shape = _feature_width(call), call.fw.static_shape(call.value)[-1]
     text = f"φ(q)·Σ ψ(k) vᵀ, rearranged: one sum of {shape[0]:,} × {shape[1]:,} numbers"
+    if _has_chunk_kernel(call):
+        return f"{text} for each segment of queries, in kernels"
     if _is_causal(call):
         return f"{text} for each {chunk_size(*shape)} queries"
     return f"{text}, no scores"
@@ -153,6 +164,8 @@ def run(call: Call) -> tuple[Array, None, None]:
     assert not isinstance(lowering, str)
     score: Score = lowering[0]
     score = replace(call.score, score=score) if isinstance(call.score, Decay) else score
+    if _has_chunk_kernel(original):
+        return _run_chunk_kernel(replace(call, score=score)), None, None
     call = replace(call, score=score).upcast()
     out, sums = _compute_output(call)
     if sums is None:
@@ -193,6 +206,37 @@ def _is_causal(call: Call) -> bool:
 def _without_decay(call: Call) -> Call:
     """Return the call with the score inside of `Decay`."""
     return replace(call, score=call.score.score) if isinstance(call.score, Decay) else call
+
+
+def _has_chunk_kernel(call: Call) -> bool:
+    """Return whether a kernel computes the sums: causal, of bfloat16 on CUDA."""
+    fw = call.fw
+    if fw.name != "torch" or not _is_causal(call) or fw.dtype_name(call.query) != "bfloat16":
+        return False
+    if call.query.device.type != "cuda" and not triton.is_interpreted():
+        return False
+    if not has_triton() or fw.is_traced(call.query) or fw.in_functional_transform():  # type: ignore[attr-defined]
+        return False
+    rate = call.score.rate if isinstance(call.score, Decay) else None
+    if is_array(rate) and fw.needs_gradient([rate]):
+        return False
+    assert call.value is not None
+    widths = _feature_width(call), fw.static_shape(call.value)[-1]
+    return min(widths) > 0 and max(widths) <= MAX_CHUNK_KERNEL_WIDTH
+
+
+def _run_chunk_kernel(call: Call) -> Array:
+    """Return the output by `triton.causal_sums`, which sums products of bfloat16 in float32."""
+    from qkv.engines.triton.causal_sums import sum_rows
+
+    value, wide = call.value, call.upcast()
+    assert value is not None
+    form = _without_decay(wide).score.dot_product_form(wide.query, wide.key)
+    query, key = form.augmented_vectors()
+    key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
+    rates = call.score.rates(wide.query) if isinstance(call.score, Decay) else None
+    rows = [call.fw.astype(x, "bfloat16") for x in (query, key, value)]
+    return sum_rows(*rows, call.lead, rates, type(call.weighting) is Normalized)
 
 
 def _compute_output(call: Call) -> tuple[Array, Array | None]:

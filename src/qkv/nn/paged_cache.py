@@ -56,6 +56,8 @@ class PagedCache(Cache):
         """How many sequences use each page."""
         self.free_pages: list[int] = []
         self.scales: list[Tensor] = []
+        self._runners: dict[Any, Any] = {}
+        """Functions that attend to the pages of this pool."""
         self._tables: tuple[Any, ...] = ()
         """The sequences of the last call, and their tables and lengths on the device."""
         self.dtypes: list[torch.dtype] = []
@@ -120,6 +122,7 @@ class PagedCache(Cache):
         if not self.buffers:
             self._allocate_pool(key, value)
         elif self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
+            self._runners = {}
             for arrays in (self.buffers, self.scales):  # torch forbids to write to the old ones
                 arrays[:] = [x.clone() for x in arrays]
         pages, offsets = [], []
@@ -209,6 +212,7 @@ class PagedCache(Cache):
             dtype=self.dtypes[0],
             scales=self.scales,
             is_causal=is_causal and query.shape[-2] > 1,
+            known=self._runners,
             **options,
         )
 
@@ -291,6 +295,7 @@ class PagedCache(Cache):
     def _take_page(self) -> int:
         if not self.free_pages:
             size = len(self.use_counts)
+            self._runners = {}
             for arrays in (self.buffers, self.scales):
                 arrays[:] = [torch.cat((x, torch.zeros_like(x))) for x in arrays]
             self.use_counts += [0] * size

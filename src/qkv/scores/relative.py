@@ -25,6 +25,7 @@ from qkv.frameworks.tree import Record
 from qkv.scores.base import Score, sizes_differ
 from qkv.scores.functions import evaluate_block
 from qkv.scores.registry import resolve_inner_score
+from qkv.util.caches import memoize
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array, Block, Shape, Span
 
@@ -148,16 +149,13 @@ class T5Bias(DistanceBias):
 
     def distance_table(self) -> Array:
         """Return the bias of each head and distance, (h, 2·max_distance + 1)."""
-        fw, buckets = get_framework(self.table), self.table.shape[1]
-        numbers = t5_buckets(
-            np.arange(-self.max_distance, self.max_distance + 1),
-            buckets,
-            self.max_distance,
-            self.bidirectional,
-        )
-        heads = np.arange(self.table.shape[0])[:, None] * buckets
-        at = fw.cached_constant(heads + numbers, self.table, "int32")
-        return take_numbers(self.table, at)
+        fw, (heads, buckets) = get_framework(self.table), self.table.shape
+        form = int(buckets), self.max_distance, self.bidirectional
+        if fw.name == "torch":  # one operation
+            at = fw.cached_constant(_bucket_places(1, *form)[0], self.table, "int64")
+            return self.table.index_select(1, at)
+        places = fw.cached_constant(_bucket_places(int(heads), *form), self.table, "int32")
+        return take_numbers(self.table, places)
 
     def __call__(self, distance: Array, head: Array) -> Array:
         return DistanceTable(self.distance_table())(distance, head)
@@ -384,6 +382,19 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     first = 2.0 ** (-8 / power * np.arange(1, power + 1))
     others = 2.0 ** (-4 / power * np.arange(1, 2 * power, 2))
     return np.concatenate([first, others])[:heads]
+
+
+@memoize("scores.bucket_places", 64)
+def _bucket_places(
+    heads: int, buckets: int, max_distance: int, bidirectional: bool
+) -> np.ndarray[Any, Any]:
+    """Return where a table (heads, buckets) holds the number of each head and distance.
+
+    One array for equal arguments, so that a device has one copy.
+    """
+    distances = np.arange(-max_distance, max_distance + 1)
+    numbers = t5_buckets(distances, buckets, max_distance, bidirectional)
+    return np.arange(heads)[:, None] * buckets + numbers
 
 
 def t5_buckets(

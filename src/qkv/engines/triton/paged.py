@@ -6,6 +6,7 @@ their pages first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,26 +96,56 @@ def _weighting_reason(call: Call) -> str | None:
     return None
 
 
-def run(call: Call, pool: PagePool) -> Array:
-    """Return the output (B, H, n, d_v)."""
+class PageRunner(NamedTuple):
+    """A function of a query, the table and the lengths, which returns the output (B, H, n, d_v).
+
+    `is_reusable`: it runs all calls with the same shapes, strides and options over this pool.
+    """
+
+    run: Callable[[Any, Any, Any], Array]
+    is_reusable: bool
+
+
+def build_runner(call: Call, pool: PagePool) -> PageRunner:
+    """Return the runner of a call that the kernels support."""
+    from qkv.engines.triton import attend_operator
     from qkv.engines.triton.launching import precompile
+    from qkv.engines.triton.sparse import thresholds
 
-    def run_plain(call: Call) -> tuple[Array, Array | None, None]:
-        from qkv.engines.triton import attend_operator
-        from qkv.engines.triton.sparse import thresholds
+    pooled = {"key": pool.key, "value": pool.value}
+    pooled |= {"key_scales": pool.key_scales, "value_scales": pool.value_scales}
 
-        expanded = call_arrays.is_16bit_gaussian(call)
-        arrays, numbers, offset = call_arrays.build_kernel_arrays(call, expanded)
-        arrays = arrays._replace(
-            key=pool.key, value=pool.value, pages=pool.table,
-            key_scales=pool.key_scales, value_scales=pool.value_scales,
-        )  # fmt: skip
+    def run_kernels(arrays: Any, numbers: Any) -> Any:
         arrays = thresholds.with_thresholds(arrays, numbers)
-        found: Any = attend_operator.attend(*arrays, *numbers)
-        return engine._shape_results(call, *found[:2], offset)
+        return attend_operator.attend(*arrays, *numbers)[:2]
 
-    run_call: Any = run_plain
+    def run_call(call: Call) -> tuple[Array, Array | None, None]:
+        arrays, numbers, offset = call_arrays.build_kernel_arrays(
+            call, call_arrays.is_16bit_gaussian(call)
+        )
+        found = run_kernels(arrays._replace(**pooled, pages=pool.table), numbers)
+        return engine._shape_results(call, *found, offset)
+
+    def run_once(query: Any, table: Any, lengths: Any) -> Array:
+        run: Any = run_call
+        if isinstance(call.weighting, SinkSoftmax):
+            run = build_sink_runner(call, lambda _: run_call)
+        with precompile.compile_together(partial(run, call)):
+            return run(call)[0]  # type: ignore[no-any-return]
+
     if isinstance(call.weighting, SinkSoftmax):
-        run_call = build_sink_runner(call, lambda _: run_plain)
+        return PageRunner(run_once, False)
+    arrays, numbers, _ = call_arrays.build_kernel_arrays(call, call_arrays.is_16bit_gaussian(call))
+    own = arrays._replace(key=None, value=None, lengths=None)
+    _, score_mods = call_arrays.split_score(call)
+    if score_mods or own.query is not call.query or any(x is not None for x in own[1:]):
+        return PageRunner(run_once, False)
+    kept = own._replace(query=None, **pooled)
     with precompile.compile_together(partial(run_call, call)):
-        return run_call(call)[0]  # type: ignore[no-any-return]
+        pass
+
+    def run_again(query: Any, table: Any, lengths: Any) -> Array:
+        given = kept._replace(query=query, pages=table, lengths=lengths)
+        return run_kernels(given, numbers)[0]  # type: ignore[no-any-return]
+
+    return PageRunner(run_again, True)
