@@ -422,18 +422,18 @@ def plan_pages(
     if runner is None:
         count = table.shape[1] * key.shape[2]
         # They stand for the gathered rows: no number of them is read.
-        stand_ins = [
+        stand_in_key, stand_in_value = (
             query.new_empty(x.shape[-1]).expand(table.shape[0], x.shape[1], count, -1)
             for x in (key, value)
-        ]
+        )
         rule: Any = masks.lengths(lengths)
         if is_causal:
             rule = rule & masks.causal(offset=lengths - query.shape[-2])
-        call = build_call(query, *stand_ins, mask=rule, **options)
+        call = build_call(query, stand_in_key, stand_in_value, mask=rule, **options)
         pool = paged.PagePool(key, value, table, *scales)
         if reason := paged.unsupported_reason(call, pool):
             return reason
-        runner = paged.build_runner(call, pool)
+        runner = paged.build_page_runner(call, pool)
         if signature is not None and runner.is_reusable:
             insert_bounded(known, signature, runner, MAX_PAGE_RUNNERS)
     return partial(runner.run, query, table, lengths)

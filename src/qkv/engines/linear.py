@@ -235,8 +235,8 @@ def _run_chunk_kernel(call: Call) -> Array:
     query, key = form.augmented_vectors()
     key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
     rates = call.score.rates(wide.query) if isinstance(call.score, Decay) else None
-    rows = [call.fw.astype(x, "bfloat16") for x in (query, key, value)]
-    return sum_rows(*rows, call.lead, rates, type(call.weighting) is Normalized)
+    query, key, value = (call.fw.astype(x, "bfloat16") for x in (query, key, value))
+    return sum_rows(query, key, value, call.lead, rates, type(call.weighting) is Normalized)
 
 
 def _compute_output(call: Call) -> tuple[Array, Array | None]:

@@ -207,7 +207,8 @@ class PagedCache(Cache):
             return "there are no rows"
         return attention.plan_pages(
             query,
-            *self.buffers,
+            self.buffers[0],
+            self.buffers[1],
             lambda: self._device_tables(sequences),
             dtype=self.dtypes[0],
             scales=self.scales,

@@ -394,7 +394,7 @@ def _bucket_places(
     """
     distances = np.arange(-max_distance, max_distance + 1)
     numbers = t5_buckets(distances, buckets, max_distance, bidirectional)
-    return np.arange(heads)[:, None] * buckets + numbers
+    return np.asarray(np.arange(heads)[:, None] * buckets + numbers)
 
 
 def t5_buckets(

@@ -290,7 +290,7 @@ def compute_sums(
     return out, sums, rest
 
 
-class CausalSums(torch.autograd.Function):  # type: ignore[misc]
+class CausalSums(torch.autograd.Function):
     """`compute_sums` with its gradients; `reference` computes them differentiably."""
 
     @staticmethod
@@ -354,8 +354,8 @@ def sum_rows(
         flat = torch.as_tensor(rates, dtype=torch.float32, device=query.device).reshape(-1)
         each = flat.detach().expand(axes[-1]).contiguous()
 
-    def reference(*rows: Tensor) -> Tensor:
-        return _sum_differentiably(*rows, each, normalized)
+    def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _sum_differentiably(query, key, value, each, normalized)
 
     out: Tensor = CausalSums.apply(*rows, each, normalized, reference)
     return out.reshape(*lead, n, out.shape[-1])
@@ -370,7 +370,8 @@ def _sum_differentiably(
         wide[2] = torch.cat([wide[2], torch.ones_like(wide[2][..., :1])], -1)
     size = chunk_size(wide[0].shape[-1], wide[2].shape[-1])
     rate = None if rates is None else rates[:, None, None]
-    out: Any = sum_any_causally(*wide, size, rate)
+    out: Any = sum_any_causally(wide[0], wide[1], wide[2], size, rate)
     if normalized:
         out = out[..., :-1] / divisor_or_infinity(out[..., -1:])
-    return out.to(value.dtype)  # type: ignore[no-any-return]
+    summed: Tensor = out.to(value.dtype)
+    return summed

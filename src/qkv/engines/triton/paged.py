@@ -91,7 +91,8 @@ def _weighting_reason(call: Call) -> str | None:
     if getattr(call.weighting, "k", 0) == 1 or type(call.weighting).__name__ == "Hard":
         return "the value of the best key is copied from an array"
     few = call.n * (call.query.shape[1] // call_arrays.count_key_heads(call))
-    if not thresholds.is_stored_shape(*call.query.shape[:3], call.m, few):
+    b, h, n, _ = call.query.shape
+    if not thresholds.is_stored_shape(b, h, n, call.m, few):
         return "the scores are too many, or too few, to be stored for the search of thresholds"
     return None
 
@@ -106,7 +107,7 @@ class PageRunner(NamedTuple):
     is_reusable: bool
 
 
-def build_runner(call: Call, pool: PagePool) -> PageRunner:
+def build_page_runner(call: Call, pool: PagePool) -> PageRunner:
     """Return the runner of a call that the kernels support."""
     from qkv.engines.triton import attend_operator
     from qkv.engines.triton.launching import precompile
@@ -124,14 +125,15 @@ def build_runner(call: Call, pool: PagePool) -> PageRunner:
             call, call_arrays.is_16bit_gaussian(call)
         )
         found = run_kernels(arrays._replace(**pooled, pages=pool.table), numbers)
-        return engine._shape_results(call, *found, offset)
+        return engine._shape_results(call, found[0], found[1], offset)
 
     def run_once(query: Any, table: Any, lengths: Any) -> Array:
         run: Any = run_call
         if isinstance(call.weighting, SinkSoftmax):
             run = build_sink_runner(call, lambda _: run_call)
         with precompile.compile_together(partial(run, call)):
-            return run(call)[0]  # type: ignore[no-any-return]
+            out: Array = run(call)[0]
+            return out
 
     if isinstance(call.weighting, SinkSoftmax):
         return PageRunner(run_once, False)
@@ -146,6 +148,7 @@ def build_runner(call: Call, pool: PagePool) -> PageRunner:
 
     def run_again(query: Any, table: Any, lengths: Any) -> Array:
         given = kept._replace(query=query, pages=table, lengths=lengths)
-        return run_kernels(given, numbers)[0]  # type: ignore[no-any-return]
+        out: Array = run_kernels(given, numbers)[0]
+        return out
 
     return PageRunner(run_again, True)
