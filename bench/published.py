@@ -5,7 +5,8 @@ python -m bench.published
 ALiBi, T5's buckets and a learned sink, beside FlexAttention with the same function; a packed batch,
 beside PyTorch's kernel for variable lengths; linear attention and decay, beside the chunk formula
 compiled by PyTorch; a paged cache, beside SDPA over the gathered keys. Results agree with the
-equation in float32 (relative error). flash-linear-attention is not measured.
+equation in float32 (relative error). flash-linear-attention is not measured: a row of linear
+attention says how long reading and writing its arrays once takes at the speed of a copy.
 """
 
 from __future__ import annotations
@@ -113,22 +114,37 @@ def alibi_rows() -> Iterator[Row]:
 
 
 def t5_rows() -> Iterator[Row]:
+    """Yield rows for T5's buckets; FlexAttention found no configuration for such a table (H200)."""
     heads = size(8, 2)
     table = torch.randn(heads, 32, device=DEVICE)
     bias = T5Bias(table)
-    distances = bias.distance_table()
+    at = torch.arange(ROWS, device=DEVICE)
     reach = bias.max_distance
-    flex = compile_flex(
-        score_mod=lambda s, b, h, i, j: s + distances[h, (j - i).clamp(-reach, reach) + reach],
-        scale=1.0 / 8,
-    )
+    far = (at[None, :] - at[:, None]).clamp(-reach, reach) + reach
+    pairs = bias.distance_table()[:, far].to(DTYPE)
+    every = torch.cat([bias.distance_table()[:, :1].expand(-1, ROWS), bias.distance_table(),
+                       bias.distance_table()[:, -1:].expand(-1, ROWS)], 1).contiguous()  # fmt: skip
+    start = ROWS + reach
+    flex = compile_flex(score_mod=lambda s, b, h, i, j: s + every[h, j - i + start])
     attend = partial(qkv.attend, score=scores.Relative(bias))
     yield from list_rows(
         f"T5's buckets, B2 H{heads} n{ROWS} d64",
         (2, heads, ROWS, 64),
-        {"qkv": attend, "flex": flex},
+        {"qkv": attend, "flex": flex, "SDPA of a float mask": partial(sdpa, attn_mask=pairs)},
         partial(attend, engine="dense"),
-        ("flex", 1.0),
+        ("SDPA of a float mask", 1.0),
+    )
+
+
+def entmax_sink_rows() -> Iterator[Row]:
+    heads = size(16, 2)
+    attend = partial(qkv.attend, weighting=weightings.Entmax(1.5, sink=0.5))
+    yield from list_rows(
+        f"Entmax(1.5) with a sink, B4 H{heads} n{ROWS} d64",
+        (size(4, 1), heads, ROWS, 64),
+        {"qkv": attend, "qkv without a sink": partial(qkv.attend, weighting="entmax15")},
+        partial(attend, engine="dense"),
+        ("qkv without a sink", 1.1),
     )
 
 
@@ -158,27 +174,30 @@ def packed_rows() -> Iterator[Row]:
     cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     longest = max(b - a for a, b in itertools.pairwise(bounds))
 
-    def run_varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_varlen(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         given = [x[0].transpose(0, 1) for x in (query, key, value)]
-        out = varlen_attn(*given, cu, cu, longest, longest)
+        window = (-1, 0) if causal else (-1, -1)
+        out = varlen_attn(*given, cu, cu, longest, longest, window_size=window)
         return out.transpose(0, 1)[None]
 
-    def run_each(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        return torch.cat([sdpa(query[:, :, p], key[:, :, p], value[:, :, p]) for p in parts], 2)
+    def run_each(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        parts = [[x[:, :, a:b] for x in (query, key, value)] for a, b in itertools.pairwise(bounds)]
+        return torch.cat([sdpa(*part, is_causal=causal) for part in parts], 2)
 
-    yield from list_rows(
-        f"packed, {documents} documents, {total} rows, H{heads} d64",
-        (1, heads, total, 64),
-        {
-            "qkv": lambda *given: qkv.attend(*given, mask=masks.packed(cu)),
-            "torch's variable lengths": run_varlen,
-        },
-        run_each,
-        ("torch's variable lengths", 1.1),
-    )
+    for causal in (False, True):
+        kind = ", causal" if causal else ""
+        yield from list_rows(
+            f"packed, {documents} documents, {total} rows, H{heads} d64{kind}",
+            (1, heads, total, 64),
+            {
+                "qkv": partial(qkv.attend, mask=masks.packed(cu, causal=causal)),
+                "torch's variable lengths": partial(run_varlen, causal=causal),
+            },
+            partial(run_each, causal=causal),
+            ("torch's variable lengths", 1.1),
+        )
 
 
 def sum_by_chunks(query: Tensor, key: Tensor, value: Tensor, rates: Tensor | None = None) -> Tensor:
@@ -223,6 +242,7 @@ def linear_rows() -> Iterator[Row]:
         out = sum_by_chunks(*mapped, torch.cat([value, ones], -1).float())
         return (out[..., :-1] / out[..., -1:]).to(value.dtype)
 
+    numbers = size(4, 1) * heads * n * 64
     yield from list_rows(
         f"linear attention, causal, B{size(4, 1)} H{heads} n{n} d64",
         (size(4, 1), heads, n, 64),
@@ -233,6 +253,17 @@ def linear_rows() -> Iterator[Row]:
         },
         by_chunks,
         ("chunks", 1.0),
+    )
+    torch.manual_seed(0)
+    given = tuple(draw(size(4, 1), heads, n, 64) for _ in range(3))
+    half, other = (torch.empty(4 * numbers // 2, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    yield compare(
+        f"linear attention, causal, B{size(4, 1)} H{heads} n{n} d64, beside a copy of its arrays",
+        {"qkv": partial(forward, attend), "copy": lambda *_: half.copy_(other)},
+        [given],
+        goals={"copy": 0.1},
+        clock=Cuda() if DEVICE == "cuda" else Cpu(),
+        repeats=15,
     )
 
 
@@ -283,7 +314,8 @@ def paged_rows() -> Iterator[Row]:
 
 def rows() -> Iterator[Row]:
     for part in (
-        packed_rows, linear_rows, decay_rows, paged_rows, sink_rows, alibi_rows, t5_rows,
+        packed_rows, linear_rows, decay_rows, paged_rows, sink_rows, entmax_sink_rows, alibi_rows,
+        t5_rows,
     ):  # fmt: skip
         try:
             yield from part()
