@@ -54,3 +54,19 @@ def test_products_have_the_slope_of_tanh_as_near_as_the_dtype_rounds(dtype):
             torch.autograd.grad(score(a, key[None]).sum(), a)[0] for score in (actual, tanh)
         )
         assert (got - want).abs().max() <= torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
+def test_an_empty_axis(shape):
+    # Float32, whose tanh may be a sum of products: that needs the range of the hidden terms.
+    torch = pytest.importorskip("torch")
+    batch, n, m = shape
+    query, key = torch.ones(batch, n, 8), torch.ones(batch, m, 8)
+    for score in (Additive(torch.eye(8), None, torch.ones(8)), "gaussian"):
+        out = qkv.attend(query, key, key, score=score)
+        assert out.shape == (batch, n, 8)
+        assert not out.any()
+        gradient = torch.func.grad(
+            lambda q, score=score: qkv.attend(q, key, key, score=score).sum()
+        )
+        assert gradient(query).shape == query.shape

@@ -100,6 +100,8 @@ class Call:
     def lowering(self) -> tuple[Score, float] | str:
         """The score in dot product form and a bound on its error, or why there is no such form."""
         fw = self.fw
+        if self.score.needs_range and fw.has_empty_axis((*self.lead, self.n, self.m)):
+            return "an array is empty"
         if isinstance(self.range_check, str):
             return self.range_check
         if self.range_check is not None:

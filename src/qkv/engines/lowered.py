@@ -61,8 +61,6 @@ def unsupported_reason(call: Call) -> str | None:
         return "the score is a dot product already"
     if isinstance(call.score, Gated):
         return "the gate multiplies each score, so the score is not a dot product"
-    if call.score.needs_range and call.fw.has_empty_axis((*call.lead, call.n, call.m)):
-        return "an array is empty"
     return call.lowering if isinstance(call.lowering, str) else None
 
 
