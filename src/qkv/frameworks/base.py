@@ -152,6 +152,10 @@ class Framework:
         """Return whether one of the sizes is known to be 0."""
         return 0 in tuple(sizes)
 
+    def may_be_empty(self, size: Any) -> bool:
+        """Return whether a size is unknown until the graph runs, and may then be 0."""
+        return False
+
     def shares_device(self, x: Array, like: Array) -> bool:
         """Return whether the devices of x and `like` allow operations on both."""
         return True
@@ -427,7 +431,8 @@ class Framework:
         """Return the span of an axis (−1 or −2); an axis of length 1 broadcasts."""
         size = x.shape[axis]
         known = type(span.start) is type(span.size) is int  # not traced
-        if size == 1 or (known and span.start == 0 and size == span.size):
+        is_all = known and span.start == 0 and self.is_known_true(size == span.size)
+        if is_all or self.is_known_true(size == 1):
             return x
         piece = slice(span.start, span.start + span.size)
         return x[..., piece] if axis == -1 else x[..., piece, :]

@@ -466,6 +466,9 @@ class Torch(Framework):
             return 0 in sizes
         return any(_is_surely_true(size == 0) for size in sizes)
 
+    def may_be_empty(self, size: Any) -> bool:
+        return _is_tracing() and not _is_surely_true(size > 0)
+
     def shares_device(self, x: Array, like: Array) -> bool:
         # A host scalar combines with tensors on any device.
         return bool(x.device == like.device or (x.is_cpu and not x.ndim))
@@ -672,7 +675,7 @@ class Torch(Framework):
         return out if is_finite(out) else None
 
     def stable_topk(self, x: Array, k: int) -> tuple[Array, Array]:
-        if x.is_cpu and k < x.shape[-1] and not self.is_traced(x):
+        if x.is_cpu and not self.is_traced(x) and k < x.shape[-1]:
             best, at = torch.topk(x, k, -1)
             least = best[..., -1:]
             if not ((x >= least).sum(-1) != k).any():  # no tie and no NaN at rank k

@@ -396,6 +396,9 @@ def live_row_max(scores: Array, live: LiveMask) -> Array:
     """Return the largest live score of each row (…, n, 1), detached; −∞ if no pair is live."""
     fw = get_framework(scores)
     scores = fw.detach(fw.fill_unless(scores, live, -INFINITY))
-    if scores.shape[-1] == 0:
+    if fw.has_empty_axis(scores.shape[-1:]):
         return fw.full((*scores.shape[:-1], 1), -INFINITY, scores)
+    if fw.may_be_empty(scores.shape[-1]):
+        lowest = fw.full((*scores.shape[:-1], 1), -INFINITY, scores)
+        scores = fw.xp.concat([scores, lowest], axis=-1)
     return fw.row_max(scores)

@@ -74,8 +74,13 @@ class Hard(Weighting):
     def argmax_position(self, scores: Array, live: LiveMask, k: Array, top: Array) -> Array:
         """Return the position of the first largest score of each row."""
         fw = get_framework(scores)
-        if scores.shape[-1] == 0:
+        if fw.has_empty_axis(scores.shape[-1:]):
             return fw.astype(fw.full(top.shape, 0.0, top), "int32") + NO_POSITION
+        if fw.may_be_empty(scores.shape[-1]):  # one more key, which no row attends to
+            lowest = fw.full((*scores.shape[:-1], 1), -INFINITY, scores)
+            beyond = fw.astype(fw.full((*k.shape[:-1], 1), 0.0, top), "int32") + NO_POSITION
+            scores = fw.xp.concat([fw.fill_unless(scores, live, -INFINITY), lowest], axis=-1)
+            k, live = fw.xp.concat([k, fw.astype(beyond, fw.dtype_name(k))], axis=-1), None
         if fw.has_fast_argmax:
             best = fw.xp.argmax(fw.fill_unless(scores, live, -INFINITY), axis=-1, keepdims=True)
             return fw.take_positions(fw.xp.reshape(k, (-1,)), best)

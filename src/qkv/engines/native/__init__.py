@@ -44,6 +44,8 @@ def _unsupported_kind_reason(call: Call) -> str | None:
         return "fused kernels draw their own random numbers and ignore a seed"
     if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return "an array is empty"
+    if call.fw.may_be_empty(call.n) or call.fw.may_be_empty(call.m):
+        return "a length depends on data and may be 0: rule that out with torch._check"
     return None
 
 
