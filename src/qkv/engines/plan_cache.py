@@ -29,7 +29,7 @@ from qkv.engines.validation import build_call, cast_bias, resolve_score_and_weig
 from qkv.errors import QkvError
 from qkv.frameworks import FRAMEWORK_BY_TYPE, find_framework, load_framework, tree
 from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
-from qkv.scores import Gaussian
+from qkv.scores import Gaussian, Relative
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
@@ -253,6 +253,8 @@ def _build_plan_function(
     def run_replayed_plan(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Any:
+        if isinstance(score, Relative):  # launches know arrays by pointer: derive them once
+            score = score.with_distance_table()
         arguments = query, key, value, score, weighting, mask, seed
         assert replay is not None
         output = replay(query, key, value, score, mask, lambda: build_later_call(*arguments))

@@ -244,6 +244,12 @@ class Relative(RelativeScore):
                 f"(distance, head), not {type(self.bias).__name__}"
             )
 
+    def with_distance_table(self) -> Relative:
+        """Return the score with the numbers of `T5Bias` as a table of distances."""
+        if not isinstance(self.bias, T5Bias):
+            return self
+        return Relative(self.bias.distance_table(), self.score, self.align)
+
     def score_block(self, query: Array, key: Array, block: Block) -> Array:
         """Return the scores of a block, with its positions in the whole call."""
         s = evaluate_block(self.score, query, key, block)

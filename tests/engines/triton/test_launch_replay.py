@@ -212,6 +212,7 @@ def build_masked(name, seed, n=20, m=24):
         "boolean": lambda: {"mask": torch.rand(1, 1, 1, m, generator=made) < 0.6},
         "float": lambda: {"mask": torch.randn(2, n, m, generator=made).bfloat16()},
         "lengths": lambda: {"mask": masks.lengths(torch.tensor([m - 3 * seed]))},
+        "packed": lambda: {"mask": masks.packed(*map(torch.tensor, ([0, seed, n], [0, 4, m])))},
         "documents": lambda: {"mask": masks.documents(ids[:n], ids) & masks.causal},
         "blocks": lambda: {
             "mask": masks.blocks(torch.rand(5, 6, generator=made) < 0.6, 4) & masks.window(9, 9)
@@ -225,7 +226,7 @@ def build_masked(name, seed, n=20, m=24):
 
 MASKED = (
     "boolean", "float", "lengths", "documents", "blocks", "mask_mod", "score_mod", "both",
-    "gaussian", "documents of queries", "two tables",
+    "gaussian", "documents of queries", "two tables", "packed",
 )  # fmt: skip
 
 
@@ -747,4 +748,15 @@ def test_relative_scores_of_other_numbers(counted, learned):
             got = qkv.attend(*arrays, score=score, engine="triton")
             want = qkv.attend(*(x.float() for x in arrays), score=score, engine="dense")
             torch.testing.assert_close(got.float(), want, atol=3e-2, rtol=3e-2)
+    assert counted[-1:] == [True], counted
+
+
+def test_buckets_of_other_numbers(counted):
+    """The table of distances that the kernels read is computed from the numbers of the buckets."""
+    for seed in range(3):
+        arrays = arrays_of(seed)
+        score = scores.Relative(scores.T5Bias(torch.randn(2, 8), max_distance=9))
+        got = qkv.attend(*arrays, score=score, engine="triton")
+        want = qkv.attend(*(x.float() for x in arrays), score=score, engine="dense")
+        torch.testing.assert_close(got.float(), want, atol=3e-2, rtol=3e-2)
     assert counted[-1:] == [True], counted

@@ -29,7 +29,7 @@ from qkv.weightings.normalized import divisor_or_infinity
 CHUNK = 64
 COLUMNS_PER_PROGRAM = 64
 """Columns of the output per program, so that its sums fit into registers."""
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 8
 MIN_CHUNKS_PER_SEGMENT = 4
 OWN, OTHER = tl.constexpr(1), tl.constexpr(2)
 """Whether the queries, whose totals divide the scores, are a sum's own rows or the others."""
