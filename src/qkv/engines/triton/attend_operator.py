@@ -31,7 +31,7 @@ gate.
 *Thresholds.* `entmax` reads t from row_a (B, H, n): α = max(0, (alpha − 1)s − t)^e with
 e = 1/(alpha − 1). `topk` reads the smallest chosen score from row_a and its position from row_b
 (int32): equal scores count up to that position. Their gradients are part of those of the scores.
-With `sink`, the sums of entmax have one more score.
+With `sink`, the sums of entmax have one more score: that of each row in `caps`, if there are any.
 
 *Functions.* `functions` (`pair_functions.functions.PairFunctions`) excludes pairs by their
 positions, and changes the scores before `pairs` is added. They read `captured_floats` and

@@ -595,9 +595,12 @@ def build_kernel_arrays(
     sink = weighting.sink if isinstance(weighting, SinkEntmax) else None
     if is_shift_sensitive(call):
         pairs = add_row_offsets(call, pairs, form.offset)
-        if is_array(sink):  # a sink of 0, with its score subtracted from all others
-            rows = -broadcast_to_rows(sink, call.query).float()
-            pairs, sink = add_row_offsets(call, pairs, rows), 0.0
+        if is_array(sink):
+            rows, sink = broadcast_to_rows(sink, call.query).float(), 0.0
+            if caps is None and cap >= 0:
+                caps = rows.expand(*rows.shape[:-2], call.n, 1)
+            else:  # a sink of 0, with its score subtracted from all others
+                pairs = add_row_offsets(call, pairs, -rows)
     elif added and pairs.shape[-1] == 1 and not call.wants_lse:
         query, pairs = drop_row_constants(query, pairs)
     terms: tuple[Any, ...] = (None, None)

@@ -177,7 +177,7 @@ def fits_one_tile(call: KernelCall) -> bool:
     facts = call.constexprs
     if call.form != "product" or call.weighting == "average" or facts["TANH"]:
         return False
-    if call.gate_query is not None or facts["CAP"] or call.width is not None:
+    if call.gate_query is not None or facts["CAP"] or facts["SINK"] or call.width is not None:
         return False
     if max(call.w, call.d) > tile_choice.MAX_BACKWARD_TILE_WIDTH or call.is_hard:
         return False

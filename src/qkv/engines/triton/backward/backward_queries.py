@@ -170,11 +170,13 @@ def backward_queries_kernel(
         )
     dq, one, two, lean_keys = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
-    if F.SINK and F.CENTRE > 0:  # the sink has no value, so its ∂L/∂α is 0
-        lean = sink_lean(tl.sum(rows.row_a, 1), scales, F)
+    lean = one
+    if F.SINK:  # the sink has no value, so its ∂L/∂α is 0
+        lean = sink_lean(rows, scales, F)
         if F.CENTRE == 2:
             one -= lean * tl.sum(middle, 1)
-        two += tl.where(part == 0, lean, 0.0)
+        if F.CENTRE > 0:
+            two += tl.where(part == 0, lean, 0.0)
     line = spot.line
     there = spot.batch * steps.o_b + spot.head * steps.o_h
     there += spot.row * tl.cast(steps.o_n, tl.int64)
@@ -188,6 +190,11 @@ def backward_queries_kernel(
             one = one / tl.where(two == 0, 1.0, two)
         tl.store(one_out + line, one, mask=spot.inside)
     else:
+        if F.SINK == 2:
+            exact = tl.sum(middle, 1)
+            if F.CENTRE == 2:
+                exact += one / tl.where(two == 0, 1.0, two)
+            tl.store(two_out + line, tl.where(part == 0, -lean * exact, 0.0), mask=spot.inside)
         if F.CENTRE == 2:
             rest = (one / tl.where(two == 0, 1.0, two))[:, None]
             dq = dq - rest * lean_keys

@@ -198,7 +198,8 @@ class KernelCall:
         own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.float_mask_bytes > 0}
         own |= {"CAP": numbers.cap, "SQUARES": numbers.adds_squares}
         own |= {"SPANS": arrays.key_spans is not None, "PAGE": self.page_rows}
-        own |= {"SINK": numbers.sink is not None}
+        per_row = numbers.cap >= 0 and arrays.caps is not None
+        own |= {"SINK": 0 if numbers.sink is None else 1 + per_row}
         own |= {"CODES": arrays.key_scales is not None}
         own["ROW_PAIRS"] = self._shares_mask_row()
         self.constexprs = facts | own | _form_constexprs(self.form, self.w)

@@ -34,7 +34,11 @@ from qkv.engines.triton.tile_functions.program import (
     tile_positions,
 )
 from qkv.engines.triton.tile_functions.records import Scales
-from qkv.engines.triton.tile_functions.score_tile import modify_scores, power_of
+from qkv.engines.triton.tile_functions.score_tile import (
+    modify_scores,
+    power_of,
+    sink_scores,
+)
 from qkv.engines.triton.tile_functions.tiles import (
     LAST_POSITION,
     NEG_INFINITY,
@@ -235,10 +239,10 @@ def _sum_powers(peaks, second, t, alpha, F, SECOND: tl.constexpr):
 
 
 @triton.jit
-def _add_sink(mass, slope, bend, t, scales, F):
+def _add_sink(mass, slope, bend, t, rows, scales, F):
     """Return the sums of `_sum_powers` with those of the sink."""
     if F.SINK:
-        r = tl.maximum(scales.sink * (scales.alpha - 1.0) - t, 0.0)
+        r = tl.maximum(sink_scores(rows, scales, F) * (scales.alpha - 1.0) - t, 0.0)
         some, lean, more = _entmax_powers(r, scales.alpha, F.POWER, F.FAST)
         mass, slope, bend = mass + some, slope + lean, bend + more
     return mass, slope, bend
@@ -265,7 +269,7 @@ def _sum_row_powers(t, rows, keys, edges, scales, own, z, F, MARKED: tl.constexp
         if MARKED:
             count += fold_columns(tl.minimum(r * 1e30, 1.0))
             set_tile_bits(r > 0, own, tile, F)
-    sums = _add_sink(tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(bend, 1), t, scales, F)
+    sums = _add_sink(tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(bend, 1), t, rows, scales, F)
     return sums[0], sums[1], sums[2], tl.sum(count, 1)
 
 
@@ -339,11 +343,11 @@ def entmax_kernel(
         empty = top == NEG_INFINITY
         top = tl.where(empty | bad, 0.0, top)
         if F.SINK:
-            top = tl.maximum(top, scales.sink * (scales.alpha - 1.0))
+            top = tl.maximum(top, sink_scores(rows, scales, F) * (scales.alpha - 1.0))
         t = top - 1.0
         for _ in range(3 if F.POWER == 3 else (4 if F.POWER == 2 else 8)):
             mass, slope, bend = _sum_powers(peaks, second, t, scales.alpha, F, SECOND)
-            mass, slope, bend = _add_sink(mass, slope, bend, t, scales, F)
+            mass, slope, bend = _add_sink(mass, slope, bend, t, rows, scales, F)
             t += _newton_step(mass, slope, bend, scales.alpha, F.POWER)
         t = tl.where(bad, 0.0, t)
         low = t

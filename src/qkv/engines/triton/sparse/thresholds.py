@@ -149,7 +149,8 @@ def _search_stored(
         shape = query.shape[0], key.shape[1], scores.shape[-1], query.shape[-1]
         key = query.as_strided(shape, (0, 0, 0, 1))
     few = Numbers(1.0, numbers.weighting, numbers.alpha, sink=numbers.sink)
-    call = KernelCall(*Arrays(query, key, key, pairs=scores), *few)
+    caps = given.caps if numbers.sink is not None and numbers.cap >= 0 else None
+    call = KernelCall(*Arrays(query, key, key, pairs=scores, caps=caps), *few)
     columns = tile_choice.next_power_of_2(call.m) // STORED_TILES
     columns = min(max(columns, 16), MAX_STORED_COLUMNS)
     tile = Tile(1, columns, 16, max(columns // 256, 4), 2)

@@ -95,7 +95,7 @@ def load_row_inputs(given, line, F):
     if F.GATE:
         a = scale_gate_term(tl.load(given.gate_query + line), F.FAST)
     cap = zero
-    if F.CAP < 0:
+    if F.CAP < 0 or F.SINK == 2:
         cap = tl.load(given.caps + line)
     return row_a, row_b, a, cap
 

@@ -179,11 +179,20 @@ def entmax_weights(s, threshold, alpha, POWER: tl.constexpr, FAST: tl.constexpr)
 
 
 @triton.jit
-def sink_lean(threshold, scales, F):
-    """Return r^(e − 1) of entmax's sink."""
-    _, lean = entmax_weights(
-        threshold * 0.0 + scales.sink, threshold, scales.alpha, F.POWER, F.FAST
-    )
+def sink_scores(rows, scales, F):
+    """Return the score of entmax's sink for each row: one number, or one of each row (SINK = 2)."""
+    score = tl.sum(rows.row_a, 1) * 0.0 + scales.sink
+    if F.SINK == 2:
+        score = tl.sum(rows.cap, 1)
+    return score
+
+
+@triton.jit
+def sink_lean(rows, scales, F):
+    """Return r^(e − 1) of entmax's sink for each row."""
+    score = sink_scores(rows, scales, F)
+    threshold = tl.sum(rows.row_a, 1)
+    _, lean = entmax_weights(score, threshold, scales.alpha, F.POWER, F.FAST)
     return lean
 
 
