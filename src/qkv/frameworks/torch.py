@@ -478,7 +478,7 @@ class Torch(Framework):
 
     def function_signature(self, function: Any) -> Any:
         try:
-            return SignatureBuilder().describe(function)
+            return SignatureBuilder().build(function)
         except NoSignatureError:
             return None
 
@@ -855,7 +855,7 @@ class Torch(Framework):
 
     def find_dot_scale(self, function: Any, query: Array, key: Array) -> float | None:
         try:
-            signature = FixedSignatureBuilder().describe(function), query.shape, key.shape
+            signature = FixedSignatureBuilder().build(function), query.shape, key.shape
         except NoSignatureError:
             return None
         try:

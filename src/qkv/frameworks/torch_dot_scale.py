@@ -25,7 +25,7 @@ class NotRecognizedError(Exception):
     """The function does something else than a scaled dot product."""
 
 
-class TracedRows(Tensor):
+class TracedRows(Tensor):  # type: ignore[misc]
     """The queries, the keys or their products, without data.
 
     - role: "q", "k" or "s".
@@ -71,7 +71,8 @@ def _trace_factor(function: Any, query: Tensor, key: Tensor) -> float | None:
 
 
 def _trace_rows(shape: Any, role: str, is_transposed: bool, factor: float) -> TracedRows:
-    made = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(TracedRows)
+    empty = torch.empty(tuple(shape), dtype=torch.float32, device="meta")
+    made: TracedRows = empty.as_subclass(TracedRows)
     made.role, made.is_transposed, made.factor = role, is_transposed, factor
     return made
 
@@ -128,7 +129,7 @@ def _sum_products(equation: Any, *rows: Any) -> TracedRows:
         or any(x.is_transposed for x in rows)
     ):
         raise NotRecognizedError
-    (*lead, i, d), (*other, j, e) = names
+    (*lead, i, d), (*other, j, e) = map(list, names)
     letters = [x for x in (*lead, i, j, d) if x != "."]
     if lead != other or d != e or len({*letters}) < len(letters) or [*out] != [*lead, i, j]:
         raise NotRecognizedError

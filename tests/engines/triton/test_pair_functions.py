@@ -341,3 +341,25 @@ def test_formulas_and_their_derivatives(name):
     got = run_source(made.function_source("f", "g, s", slope, "s"), 1.0, x.detach())
     expected = torch.zeros_like(x) if expected is None else expected
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+class Slopes:
+    """An object whose method is a score_mod."""
+
+    def __init__(self):
+        self.slopes, self.weight = torch.tensor([0.5, -0.25]), 1.0
+
+    def score_mod(self, s, b, h, i, j):
+        return s + self.slopes[h] * self.weight * (j - i)
+
+
+def test_a_method_reads_the_object_of_the_call():
+    """A plan and a translation of an earlier call do not keep its numbers."""
+    arrays, layer = [torch.randn(1, 2, x, 8) for x in (5, 9, 9)], Slopes()
+    for weight, slopes in ((1.0, None), (2.0, None), (2.0, torch.tensor([1.0, 3.0]))):
+        layer.weight = weight
+        layer.slopes = layer.slopes if slopes is None else slopes
+        for _ in range(2):
+            score = scores.Modified(scores.ScaledDot(), layer.score_mod)
+            results = [qkv.attend(*arrays, score=score, engine=x) for x in ("triton", "dense")]
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

@@ -109,7 +109,7 @@ def translate_call(
     builder = MaskSignatureBuilder(lambda x: call.fw.cached_constant(x, call.query, "bool"))
     try:
         signature: Any = (
-            builder.describe((tuple(rules), tuple(score_mods), temperature)),
+            builder.build((tuple(rules), tuple(score_mods), temperature)),
             len(call.lead), call.lead[1:-1], call.query.device, torch.is_grad_enabled(),
         )  # fmt: skip
     except NoSignatureError:
