@@ -16,6 +16,7 @@ from typing import Any
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call, ThreeArrayRunner
+from qkv.engines.triton import residues
 from qkv.engines.triton.call_arrays import (
     KERNEL_WEIGHTINGS,
     MaskBounds,
@@ -219,6 +220,8 @@ def describe(call: Call) -> str:
     if isinstance(call.score, EvaluatedScore):
         return "the function of the score runs once; the kernels read its scores like a float mask"
     parts = [_describe_scores(kernel_form(call.score))]
+    if residues.find_step(call) is not None:
+        parts.append("the positions of each remainder apart")
     if isinstance(call.score, Modified | RelativeScore):
         parts.append("score_mod compiled into the kernels")
     for rule in split_mask(call).rules:
@@ -258,7 +261,12 @@ def build_runner(call: Call) -> Callable[[Call], tuple[Array, Array | None, None
         return _build_straight_through_runner(call)
     if isinstance(call.weighting, SinkSoftmax):
         return build_sink_runner(call, build_runner)
-    run = _build_plain_runner(call)
+    step = residues.find_step(call)
+    run = (
+        _build_plain_runner(call)
+        if step is None
+        else residues.build_split_runner(call, step, _build_plain_runner)
+    )
 
     def run_precompiled(call: Call) -> tuple[Array, Array | None, None]:
         call = calls.ensure_seed(call)  # outside of the dry run, which must not draw a seed
@@ -384,6 +392,8 @@ def build_replay_runner(call: Call) -> Callable[..., Array | None] | None:
     from qkv.engines.triton.launching.torch_operator import PLAIN_TENSOR_TYPES
     from qkv.engines.triton.pair_functions.signatures import MaskSignatureBuilder, NoSignatureError
 
+    if (step := residues.find_step(call)) is not None:
+        return residues.build_split_replay(call, step, build_replay_runner)
     inner, _ = split_score(call)
     is_straight_through = getattr(call.weighting, "straight_through", False)
     if is_straight_through or not (_can_replay(call, learns=True) and _has_own_form(inner)):
@@ -399,7 +409,7 @@ def build_replay_runner(call: Call) -> Callable[..., Array | None] | None:
         if type(mask) not in PLAIN_TENSOR_TYPES:
             builder = MaskSignatureBuilder(lambda x: fw.cached_constant(x, query, "bool"))
             try:
-                builder.describe((mask, split_modified(score, query.shape[-2], key.shape[-2])[1]))
+                builder.build((mask, split_modified(score, query.shape[-2], key.shape[-2])[1]))
             except NoSignatureError:
                 return None
             more = builder.tensors
