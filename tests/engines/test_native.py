@@ -473,3 +473,30 @@ def test_shared_heads_and_16_bits_run_the_kernel_directly(heads, dtype, mask):
         shown = got.isnan().any(-1)
         assert (shown[0, : 4 // heads] == seen[:, 7]).all() and not shown[1].any()
         assert not shown[0, 4 // heads :].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "n", "m", "width", "dtype", "learns", "expected"),
+    [
+        ((64, 32, 8), 1, 4096, 128, "bfloat16", True, True),
+        ((64, 32, 8), 1, 4096, 128, "bfloat16", False, False),  # the output alone
+        ((64, 32, 8), 1, 4096, 128, "float32", False, True),
+        ((4, 32, 8), 1, 512, 128, "bfloat16", True, False),  # too small
+        ((64, 32, 8), 17, 4096, 128, "bfloat16", True, False),  # more than one tile
+        ((16, 32, 32), 1, 4096, 128, "bfloat16", True, False),  # no shared keys
+        ((256, 12, 12), 128, 128, 64, "float16", True, True),
+        ((256, 12, 12), 128, 128, 128, "float16", True, False),
+        ((64, 12, 12), 64, 64, 64, "float16", True, False),
+    ],
+)
+def test_few_queries_that_our_kernels_take(heads, n, m, width, dtype, learns, expected):
+    torch = pytest.importorskip("torch")
+    from qkv.engines.native import sdpa
+    from qkv.engines.validation import build_call
+
+    b, h, few = heads
+    shapes = (b, h, n, width), (b, few, m, width), (b, few, m, width)
+    number = torch.zeros((), dtype=getattr(torch, dtype))  # expanded, and never read
+    arrays = [number.expand(x).requires_grad_(learns) for x in shapes]
+    call = build_call(*arrays, "scaled_dot", "softmax", None)
+    assert sdpa._is_faster_in_one_pass(call) == expected

@@ -744,6 +744,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "MANY": {0},
         "ALONG": {0},  # test_weights
         "CAP": {0},  # test_engine
+        "SPANS": {False},  # test_packed
         "TANH": {0},  # test_exact, where all tiles are edges
         "SQUARES": {False},  # but in the pass without a gradient
         "FORM": {"product"},  # test_distance has the other forms

@@ -181,7 +181,7 @@ def fits_one_tile(call: KernelCall) -> bool:
         return False
     if max(call.w, call.d) > tile_choice.MAX_BACKWARD_TILE_WIDTH or call.is_hard:
         return False
-    return call.n * call.group <= _max_rows(call)
+    return bool(call.n * call.group <= _max_rows(call))
 
 
 def _max_rows(call: KernelCall) -> int:

@@ -379,7 +379,9 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
                 Tile(1, 1, 1, 4, 2),
             )  # fmt: skip
 
-    few = lanes < launch.count_processors(out.device) and rows <= tile_choice.MAX_PACKED_ROWS
+    # In float32 a tile of few rows also takes less time to compute and to compile.
+    few = lanes < launch.count_processors(out.device) or call.query.element_size() == 4
+    few = few and rows <= tile_choice.MAX_PACKED_ROWS
     name = "split" if few else "pool"
     call.run_with_fitting_tile(name, call.choose_tile(name, rows), run_tile)
 

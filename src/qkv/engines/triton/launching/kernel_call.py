@@ -247,8 +247,9 @@ class KernelCall:
 
     def _shares_mask_row(self) -> bool:
         """Return whether all queries of the heads that share keys have one row of the mask."""
-        shape = () if self.pairs is None else self.pairs.shape
-        return len(shape) == 4 and shape[2] == 1 and (shape[1] == 1 or self.group == 1)
+        if self.pairs is None or self.pairs.shape[2] != 1:
+            return False
+        return bool(self.pairs.shape[1] == 1 or self.group == 1)
 
     def _row_alignment(self) -> int:
         """Return the bitwise OR of all row strides: a power of two divides it if it divides all.
@@ -294,7 +295,8 @@ class KernelCall:
             # Tiles of the size of the blocks are full or empty.
             return Tile(64, 64, 64, 4, 3 if name == "pool" else 2)
         if name == "pool" and self._is_short_batch():
-            return Tile(64, 64, 64, 4, 2, registers=128)  # so that more programs read at once
+            # Few registers, so that more programs read at once.
+            return Tile(64, 64, 64, 4, 2 if self.pairs is None else 3, registers=128)
         # The second sum of a window takes registers: more threads need fewer each.
         return tile._replace(warps=8) if window and tile[:2] == (128, 64) else tile
 
@@ -304,7 +306,7 @@ class KernelCall:
         if not short or "pool" in tile_choice.TILE_OVERRIDES or self.weighting != "softmax":
             return False
         narrow = max(self.w, self.d) <= 64 and self.query.element_size() == 2
-        return narrow and self.is_plain_product and self.float_mask_bytes == 0
+        return bool(narrow and self.is_plain_product and self.float_mask_bytes == 0)
 
     def _has_small_blocks(self, name: str, tile: Tile) -> bool:
         """Return whether a tile of a pass over narrow 16-bit rows covers several mask blocks."""
@@ -313,7 +315,7 @@ class KernelCall:
         if name not in ("pool", "to_keys", "to_queries") or name in tile_choice.TILE_OVERRIDES:
             return False
         narrow = max(self.w, self.d) <= 64 and self.query.element_size() == 2
-        return narrow and tile.rows > self.base_sizes.size
+        return bool(narrow and tile.rows > self.base_sizes.size)
 
     def run_with_fitting_tile(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
         """Run with this tile, or with the largest smaller one that the device supports."""

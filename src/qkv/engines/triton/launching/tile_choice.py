@@ -122,11 +122,14 @@ def choose_tile(
         if d > 128:
             return Tile(64, 64, 64, 8, 2)
         return Tile(128, 64, 64, 4, 3, uses_descriptors=name == "to_keys")
+    biased = not (plain or gated or ruled or banded)
     if name == "to_queries":
-        return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
+        return Tile(128, 64, 64, 8, 3 + biased) if wide > 64 else Tile(64, 64, 64, 4, 3)
     if ruled and wide <= 64:
         return Tile(64, 64, 64, 4, 2, uses_descriptors=True)
     if wide > 64:
+        if biased:
+            return Tile(64, 64, 64, 4, 2, uses_descriptors=True)
         if not plain or ruled:
             return Tile(32, 64, 64, 4, 4, uses_descriptors=True)
         tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
