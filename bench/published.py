@@ -1,12 +1,15 @@
 """The attentions of published models on a CUDA device, beside FlexAttention and PyTorch's kernels.
 
-python -m bench.published
+python -m bench.published [PART …]
 
-ALiBi, T5's buckets and a learned sink, beside FlexAttention with the same function; a packed batch,
-beside PyTorch's kernel for variable lengths; linear attention and decay, beside the chunk formula
-compiled by PyTorch; a paged cache, beside SDPA over the gathered keys. Results agree with the
-equation in float32 (relative error). flash-linear-attention is not measured: a row of linear
-attention says how long reading and writing its arrays once takes at the speed of a copy.
+With names of parts (packed, linear, decay, paged, sink, entmax_sink, alibi, t5), other rows stay.
+
+ALiBi and a learned sink, beside FlexAttention with the same function; T5's buckets, beside SDPA of
+a float mask; a packed batch, beside PyTorch's kernel for variable lengths; linear attention and
+decay, beside the chunk formula in PyTorch's operations; a paged cache, beside SDPA over the
+gathered keys. Results agree with the equation in float32 (relative error).
+flash-linear-attention is not measured: a row of linear attention says how long a copy of as many
+bytes takes as its arrays have.
 """
 
 from __future__ import annotations
@@ -114,7 +117,11 @@ def alibi_rows() -> Iterator[Row]:
 
 
 def t5_rows() -> Iterator[Row]:
-    """Yield rows for T5's buckets; FlexAttention found no configuration for such a table (H200)."""
+    """Yield rows for T5's buckets.
+
+    FlexAttention does not compile a score_mod that reads such a table: on an H200, it finds no
+    configuration that fits into shared memory.
+    """
     heads = size(8, 2)
     table = torch.randn(heads, 32, device=DEVICE)
     bias = T5Bias(table)
@@ -122,15 +129,11 @@ def t5_rows() -> Iterator[Row]:
     reach = bias.max_distance
     far = (at[None, :] - at[:, None]).clamp(-reach, reach) + reach
     pairs = bias.distance_table()[:, far].to(DTYPE)
-    every = torch.cat([bias.distance_table()[:, :1].expand(-1, ROWS), bias.distance_table(),
-                       bias.distance_table()[:, -1:].expand(-1, ROWS)], 1).contiguous()  # fmt: skip
-    start = ROWS + reach
-    flex = compile_flex(score_mod=lambda s, b, h, i, j: s + every[h, j - i + start])
     attend = partial(qkv.attend, score=scores.Relative(bias))
     yield from list_rows(
         f"T5's buckets, B2 H{heads} n{ROWS} d64",
         (2, heads, ROWS, 64),
-        {"qkv": attend, "flex": flex, "SDPA of a float mask": partial(sdpa, attn_mask=pairs)},
+        {"qkv": attend, "SDPA of a float mask": partial(sdpa, attn_mask=pairs)},
         partial(attend, engine="dense"),
         ("SDPA of a float mask", 1.0),
     )
@@ -312,19 +315,29 @@ def paged_rows() -> Iterator[Row]:
     )
 
 
-def rows() -> Iterator[Row]:
-    for part in (
-        packed_rows, linear_rows, decay_rows, paged_rows, sink_rows, entmax_sink_rows, alibi_rows,
-        t5_rows,
-    ):  # fmt: skip
+PARTS = {
+    "packed": packed_rows,
+    "linear": linear_rows,
+    "decay": decay_rows,
+    "paged": paged_rows,
+    "sink": sink_rows,
+    "entmax_sink": entmax_sink_rows,
+    "alibi": alibi_rows,
+    "t5": t5_rows,
+}
+
+
+def rows(names: list[str]) -> Iterator[Row]:
+    for name in names or PARTS:
         try:
-            yield from part()
+            yield from PARTS[name]()
         except Exception as error:
-            print(f"{part.__name__}: {type(error).__name__}: {str(error)[:300]}")
+            print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
 
 
 if __name__ == "__main__":
+    chosen = [x for x in sys.argv[1:] if not x.startswith("-")]
     if DEVICE == "cuda" or SMALL:
-        save_results("published_cuda", rows())
+        save_results("published_cuda", rows(chosen), replace=not chosen)
     else:
         sys.exit("bench.published needs a CUDA device, which torch does not find")
