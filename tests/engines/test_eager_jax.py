@@ -363,3 +363,23 @@ def test_a_large_call_runs_its_function_in_compiled_blocks(monkeypatch):
     monkeypatch.setattr(qkv.engines.streaming, "MAX_DENSE_EAGER_NUMBERS", 100)
     assert qkv.explain(*inputs, score=score).engine == "streaming"
     np.testing.assert_allclose(qkv.attend(*inputs, score=score), want, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "sigmoid", "raw"])
+def test_keys_that_are_not_finite_are_found_by_their_scores(weighting, bad):
+    """Few queries: the graph checks scores and outputs; transforms compute what is safe."""
+    rng = np.random.default_rng(0)
+    shapes = ((2, 3, 8), (2, 40, 8), (2, 40, 8))
+    q, k, v = (jnp.asarray(rng.normal(size=shape), "float32") for shape in shapes)
+    for place in (None, 35, 5):  # clean, masked, and live
+        spoiled = [x if place is None else x.at[0, place].set(bad) for x in (k, v)]
+        call: Any = partial(qkv.attend, mask=masks.lengths([30, 30]), weighting=weighting)
+        want = qkv.attend(q, *(x[:, :30] for x in spoiled), weighting=weighting, engine="dense")
+        for run in (call, call, jax.jit(call)):
+            np.testing.assert_allclose(run(q, *spoiled), want, rtol=2e-5, atol=2e-6)
+        if place != 5:
+            slopes = jax.grad(loss(call), (0, 1, 2))(q, *spoiled)
+            assert all(np.isfinite(x).all() for x in slopes)
+            mapped = jax.vmap(partial(qkv.attend, mask=masks.lengths(30), weighting=weighting))
+            np.testing.assert_allclose(mapped(q, *spoiled), want, rtol=2e-5, atol=2e-6)

@@ -301,3 +301,29 @@ def test_a_row_that_must_not_be_empty_is_found_in_every_call():
         )
         with pytest.raises(qkv.errors.ArgumentError, match="no key within the window"):
             qkv.attend(near[0] + 10.0, *near[1:], **options)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "sigmoid", "raw"])
+def test_keys_that_are_not_finite_are_found_by_their_scores(weighting, bad):
+    """Few queries: the graph checks scores and outputs; a tape records what is safe."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, n, 8)).astype("f4") for n in (3, 40, 40))
+    for place in (None, 35, 5):  # clean, masked, and live
+        if place is not None:
+            k[0, 35], v[0, 35] = (1.0, 1.0) if place == 5 else (bad, bad)
+            k[0, 5], v[0, 5] = (bad, bad) if place == 5 else (k[0, 5], v[0, 5])
+        given = [tf.constant(x) for x in (q, k, v)]
+        cut = [given[0], *(x[:, :30] for x in given[1:])]
+        want = qkv.attend(*cut, weighting=weighting, engine="dense")
+        options = {"mask": masks.lengths([30, 30]), "weighting": weighting}
+        for _ in range(3):  # the second is traced
+            got = qkv.attend(*given, **options)
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+        if place != 5:
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    tape.watch(given)
+                    loss = tf.reduce_sum(qkv.attend(*given, **options))
+                slopes = [x for x in tape.gradient(loss, given) if x is not None]
+                assert slopes and all(np.isfinite(x).all() for x in slopes)

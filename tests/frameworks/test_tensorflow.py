@@ -7,6 +7,7 @@ import pytest
 
 import qkv
 from qkv import masks, scores, weightings
+from qkv.frameworks import load_framework
 
 tf = pytest.importorskip("tensorflow")
 
@@ -231,3 +232,43 @@ def test_a_nan_in_a_vector_stays_in_its_distances():
     want[:, 3] = np.nan
     np.testing.assert_allclose(square, want, atol=1e-6)
     assert scores.Gaussian(1.0)(tf.zeros((0, 8)), tf.constant(key)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("k", [1, 3, 40, 50])
+def test_the_first_of_equal_elements_is_among_the_largest(k):
+    fw, rng = load_framework("tensorflow"), np.random.default_rng(0)
+    x = np.round(rng.normal(size=(3, 2, 40)), 1).astype("f4")
+    x[0, 0, 5:9], x[1, 1, 7] = -np.inf, np.inf
+    want = np.argsort(-x, axis=-1, kind="stable")[..., :k]
+    best, at = fw.stable_topk(tf.constant(x), k)
+    np.testing.assert_array_equal(at, want)
+    np.testing.assert_array_equal(best, np.take_along_axis(x, want, -1))
+    by_unknown_length = tf.function(lambda x: fw.stable_topk(x, k)).get_concrete_function(
+        tf.TensorSpec((None, 2, None), tf.float32)
+    )
+    np.testing.assert_array_equal(by_unknown_length(tf.constant(x))[1], want)
+
+
+@pytest.mark.parametrize("score", ["gaussian", "window", "narrow", "equal", "far"])
+def test_squares_of_products_in_float32(score):
+    """Where the expanded square is not precise enough, it is computed in float64."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(2, n, 16)).astype("f4") for n in (30, 40))
+    if score == "equal":
+        k[:, :30] = q
+    if score == "far":
+        q, k = q + np.float32(1000), k + np.float32(1000)
+    kind = {"gaussian": scores.Gaussian(6.0), "narrow": scores.Gaussian(0.05)}.get(score)
+    kind = kind or scores.Triangular(9.0)
+    difference = q[:, :, None, :].astype(float) - k[:, None, :, :]
+    square = (difference**2).sum(-1)
+    want = -square / (2 * kind.bandwidth**2) if isinstance(kind, scores.Gaussian) else np.maximum(
+        1 - np.sqrt(square) / kind.width, 0
+    )  # fmt: skip
+    np.testing.assert_allclose(kind(tf.constant(q), tf.constant(k)), want, rtol=1e-5, atol=5e-5)
+    with tf.GradientTape() as tape:
+        query = tf.Variable(q)
+        loss = tf.reduce_sum(kind(query, tf.constant(k)))
+    if score in ("gaussian", "narrow"):
+        slope = -difference.sum(2) / kind.bandwidth**2
+        np.testing.assert_allclose(tape.gradient(loss, query), slope, rtol=2e-4, atol=2e-4)

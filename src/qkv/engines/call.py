@@ -253,13 +253,29 @@ def compute_masked_scores(call: Call, block: Block, live: LiveMask) -> Array:
         scores = compute_scores(call, query, call.key, bias, block)
         if fw.is_surely_finite(scores):
             return scores
-    return compute_scores(call, query, zero_masked_rows(call, call.key, live), bias, block)
+
+    def compute_safely(query: Array, key: Array) -> Array:
+        return compute_scores(call, query, zero_masked_rows(call, key, live), bias, block)
+
+    if not _checks_scores_in_graph(call, block, live):
+        return compute_safely(query, call.key)
+    # A key that is not finite makes its scores nonfinite.
+    scores = compute_scores(call, query, call.key, bias, block)
+    is_finite = fw.xp.all(fw.xp.isfinite(scores))
+    out: Array = fw.cond(
+        is_finite,
+        lambda scores, *_: scores,
+        lambda _, query, key: compute_safely(query, key),
+        *(scores, query, call.key),
+    )
+    return out
 
 
 def zero_masked_values(call: Call, block: Block, live: LiveMask) -> Array:
     """Return the values of a block, masked ones as 0 if `Weighting.pool_values` needs that."""
     pools_by_weights = type(call.weighting).pool_values is Weighting.pool_values
-    is_short = live is not None and call.fw.checks_values(call.value)
+    is_short = live is not None and (call.fw.checks_values(call.value) or call.fw.checks_in_graph())
+    is_short = is_short and not call.has_unknown_length
     is_short = is_short and block.rows.size <= call.m
     if pools_by_weights and (is_short or _fills_scores(call, block, live)):
         return call.value  # `pool_by_weights` checks the output
@@ -281,6 +297,15 @@ def _checks_scores(call: Call, block: Block, live: LiveMask) -> bool:
     if live is None or not call.score.is_linear or not call.fw.checks_values(call.query):
         return False
     return bool(block.rows.size < call.key.shape[-1])
+
+
+def _checks_scores_in_graph(call: Call, block: Block, live: LiveMask) -> bool:
+    """Return whether a compiled graph checks the scores, and zeroes keys only if it must."""
+    if live is None or not call.fw.checks_in_graph() or call.has_unknown_length:
+        return False
+    if not call.score.is_linear or array_leaves(call.fw, call.weighting):
+        return False
+    return bool(2 * block.rows.size <= call.fw.static_shape(call.key)[-1])
 
 
 def check_scores_finite(call: Call, s: Array, visible: LiveMask) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,25 @@ def is_dtype_of_kind(letter: str, kind: str) -> bool:
     True
     """
     return letter in _DTYPE_KINDS[kind]
+
+
+class _TransformState(threading.local):
+    """Whether this thread runs or traces a function to which no transform will be applied."""
+
+    is_excluded = False
+
+
+_TRANSFORMS = _TransformState()
+
+
+@contextmanager
+def exclude_transforms() -> Iterator[None]:
+    """In this context, no gradient is taken of what runs or is traced, and it is not mapped."""
+    before, _TRANSFORMS.is_excluded = _TRANSFORMS.is_excluded, True
+    try:
+        yield
+    finally:
+        _TRANSFORMS.is_excluded = before
 
 
 class Framework:
@@ -303,6 +323,13 @@ class Framework:
     def safe_divisor(self, x: Array) -> Array:
         """Return x with 0 replaced by 1, for use as a divisor."""
         return self.fill_unless(x, x != 0, 1.0)
+
+    def checks_in_graph(self) -> bool:
+        """Return whether a compiled function may choose a branch by values at little cost.
+
+        A gradient or a map of a branch would compute the other branch too.
+        """
+        return self.compiles_calls and _TRANSFORMS.is_excluded
 
     def checks_values(self, x: Array) -> bool:
         """Return whether `is_surely_finite` reads the values of arrays like x."""

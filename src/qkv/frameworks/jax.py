@@ -28,6 +28,7 @@ from qkv.frameworks.base import (
     Framework,
     ReferenceFunction,
     Tiling,
+    exclude_transforms,
 )
 from qkv.frameworks.jax_jacobian import jvp_from_vjp
 from qkv.frameworks.squares import NeedsExact
@@ -99,7 +100,17 @@ class Jax(Framework):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        return jax.jit(function)  # type: ignore[no-any-return]
+        def run_untransformed(*arrays: Array) -> Any:
+            with exclude_transforms():
+                return function(*arrays)
+
+        general, untransformed = jax.jit(function), jax.jit(run_untransformed)
+
+        def run(*arrays: Array) -> Any:
+            is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+            return (general if is_traced else untransformed)(*arrays)
+
+        return run
 
     def astype(self, x: Array, dtype: str) -> Array:
         return x if self.dtype_name(x) == dtype else jnp.asarray(x).astype(dtype)

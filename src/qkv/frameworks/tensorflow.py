@@ -12,8 +12,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tensorflow_context
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty
 
-from qkv.frameworks import tensorflow_namespace
+from qkv.frameworks import squares, tensorflow_namespace
 from qkv.frameworks.base import (
     BackwardFunction,
     ForwardFunction,
@@ -21,8 +22,9 @@ from qkv.frameworks.base import (
     ReferenceFunction,
     Tiling,
     captures_arrays,
+    exclude_transforms,
 )
-from qkv.frameworks.squares import MIN_EXPANDED_COLUMNS
+from qkv.frameworks.squares import MIN_EXPANDED_COLUMNS, NeedsExact
 from qkv.util.caches import memoize
 from qkv.util.types import Array, ArrayFunction, Arrays, PartialStateFunction, PullBack, Shape, Span
 
@@ -96,16 +98,33 @@ class TensorFlow(Framework):
         return None
 
     def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
+        if power != 2 or not self._has_plain_rows(query, key):
+            return None
+        return _sum_squares(query, key, None)
+
+    def expand_squares(
+        self, query: Array, key: Array, width: float, needs_exact: NeedsExact
+    ) -> Array | None:
+        if not self._has_plain_rows(query, key):
+            return None
+        query, key = (x if width == 1 else x / width for x in (query, key))
+        return _sum_squares(query, key, needs_exact)
+
+    def _has_plain_rows(self, query: Array, key: Array) -> bool:
+        if not (self.has_sum_differences(query) and self.has_sum_differences(key)):
+            return False
         leads = (*query.shape[:-2], *key.shape[:-2])
-        if power != 2 or not (self.has_sum_differences(query) and self.has_sum_differences(key)):
-            return None
-        if query.shape[-1] != key.shape[-1] or None in leads:
-            return None
-        return _sum_squares(query, key)
+        return query.shape[-1] == key.shape[-1] and None not in leads
 
     def has_sum_differences(self, query: Array) -> bool:
         is_wide = query.dtype == tf.float32 and (query.shape[-1] or 0) >= MIN_EXPANDED_COLUMNS
         return is_wide and len(query.shape) <= 4
+
+    def stable_topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        known = x.shape[-1]
+        most = tf.minimum(k, tf.shape(x)[-1]) if known is None else min(k, known)
+        best, at = tf.math.top_k(x, most)  # of equal elements, the first comes first
+        return best, at
 
     def draw_seed(self, like: Array) -> Any:
         return tf.random.uniform((), maxval=2**31 - 1, dtype=tf.int32)
@@ -227,7 +246,13 @@ class _CompiledFunction:
         if not tf.executing_eagerly() or tf.config.functions_run_eagerly():
             return self.function(*arrays)
         arrays = tuple(map(tf.convert_to_tensor, arrays))  # reads each variable once
-        signature = tuple([(tuple(x.shape), x.dtype) for x in arrays])
+        if TFE_Py_TapeSetIsEmpty():
+            with exclude_transforms():
+                return self._run(arrays, True)
+        return self._run(arrays, False)
+
+    def _run(self, arrays: Sequence[Array], is_forward: bool) -> Any:
+        signature = (is_forward, *[(tuple(x.shape), x.dtype) for x in arrays])
         run = self.runs.get(signature)
         if run is None:
             has_come_before = signature in self.runs
@@ -274,11 +299,13 @@ MAX_EXPANDED_SQUARE = 2.0**10
 """Largest ‖q‖² + ‖k‖² around the mean key at which float64 expands a square of float32 arrays."""
 
 
-def _sum_squares(query: Array, key: Array) -> Array:
+def _sum_squares(query: Array, key: Array, needs_exact: NeedsExact | None) -> Array:
     """Return ‖q − k‖² (…, n, m) of float32 arrays, from a matrix product in float64.
 
     Its error is less than the rounding of the result to float32, or 1e-11. If the arrays have a
-    larger range or NaN, the differences are squared. The gradient is a matrix product too.
+    larger range or NaN, the differences are squared. The gradient is a matrix product too. With
+    `needs_exact` the product is in float32, by the rule of `squares.expand_squares`; if a pair
+    needs its exact square, all are computed in float64.
     """
 
     def expand_square(q: Array, k: Array, norms: Array, query: Array, key: Array) -> Array:
@@ -290,20 +317,45 @@ def _sum_squares(query: Array, key: Array) -> Array:
         difference = query[..., :, None, :] - key[..., None, :, :]
         return tf.reduce_sum(difference * difference, -1)
 
+    def centre_rows(query: Array, key: Array) -> tuple[Array, Array, Array, Array]:
+        """Return both around the mean key, ‖q‖² + ‖k‖² of all pairs, and the largest such sum."""
+        centre = tf.reduce_mean(tf.reshape(key, (-1, key.shape[-1])), 0)
+        q, k = query - centre, key - centre
+        sums = [tf.reduce_sum(x * x, -1, keepdims=True) for x in (q, k)]
+        norms = sums[0] + tf.linalg.matrix_transpose(sums[1])
+        return q, k, norms, sum(tf.reduce_max(x) for x in sums)
+
+    def compute_wide(query: Array, key: Array) -> Array:
+        q, k, norms, most = centre_rows(tf.cast(query, tf.float64), tf.cast(key, tf.float64))
+        in_range = most <= MAX_EXPANDED_SQUARE  # not for NaN
+        return FRAMEWORK.cond(in_range, expand_square, square_differences, q, k, norms, query, key)
+
+    def compute_narrow(query: Array, key: Array, needs_exact: NeedsExact) -> Array:
+        q, k, norms, most = centre_rows(query, key)
+        product = tensorflow_namespace.matmul(q, tf.linalg.matrix_transpose(k))
+        total = tf.nn.relu(norms - 2.0 * product)
+        error = norms * (squares.UNIT_BY_BYTES[4] * (query.shape[-1] + 8))
+        exact, is_precise = needs_exact(total, error), most <= squares.MAX_EXPANDED_SQUARE
+        if exact is not None:
+            is_precise = tf.logical_and(is_precise, tf.logical_not(tf.reduce_any(exact)))
+        return FRAMEWORK.cond(
+            is_precise,
+            lambda total, *_: total,
+            lambda _, *arrays: compute_wide(*arrays),
+            *(total, query, key),
+        )
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def run(query: Array, key: Array) -> Any:
-        wide_query, wide_key = tf.cast(query, tf.float64), tf.cast(key, tf.float64)
-        rows = tf.reshape(wide_key, (-1, key.shape[-1]))
-        centre = tf.reduce_mean(rows, 0)
-        q, k = wide_query - centre, wide_key - centre
-        squares = [tf.reduce_sum(x * x, -1, keepdims=True) for x in (q, k)]
-        norms = squares[0] + tf.linalg.matrix_transpose(squares[1])
-        in_range = sum(tf.reduce_max(x) for x in squares) <= MAX_EXPANDED_SQUARE  # not for NaN
-        total = FRAMEWORK.cond(in_range, expand_square, square_differences, q, k, norms, query, key)
+        total = (
+            compute_wide(query, key)
+            if needs_exact is None
+            else compute_narrow(query, key, needs_exact)
+        )
 
         def pull_back(gradient: Array) -> tuple[Array, Array]:
             # Σ 2 (q − k) g, around the mean key, where the products lose fewest digits.
-            middle = tf.cast(centre, tf.float32)
+            middle = tf.reduce_mean(tf.reshape(key, (-1, key.shape[-1])), 0)
             q, k = query - middle, key - middle
             sums = [tf.reduce_sum(gradient, axis, keepdims=True) for axis in (-1, -2)]
             across = tf.linalg.matrix_transpose(gradient)

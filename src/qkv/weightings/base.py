@@ -362,6 +362,15 @@ def pool_by_weights(
         if out is not None:
             return out
     masks = () if sparse and dropout_mask is None else (live,)
+    sizes = fw.static_shape(weight)[-2:]
+    if fw.checks_in_graph() and None not in sizes and sizes[0] <= sizes[1]:
+        out = pool_finite(weight, value)
+        return fw.cond(
+            xp.all(xp.isfinite(out)),
+            lambda out, *_: out,
+            lambda _, *arrays: pool_live(*arrays),
+            *(out, weight, value, *masks),
+        )
     return fw.cond(xp.all(xp.isfinite(value)), pool_finite, pool_live, weight, value, *masks)
 
 
