@@ -899,3 +899,19 @@ def test_an_empty_version_has_no_row_of_any_key() -> None:
     D = qkv.Database([(3.5, 70.0)])
     assert D.at(0).get_all(3.5) == qkv.Database().get_all("a") == []
     assert D.at(0).get(3.5) is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "key"),
+    [
+        ({"sku": ["00037-B", "00036-C"], "price": [3, 4], "item": ["hex bolt", "nail"]}, "item"),
+        ({"day": ["2024-01-02", "03.01.2024"], "note": ["rain", "sunny"]}, "note"),
+        ({"sku": ["00037-B", "00036-C"], "price": ["$3.50", "€4"]}, "sku"),  # no words at all
+        ({"name": ["R2D2", "C-3PO", "Leia"], "side": ["rebel", "rebel", "rebel"]}, "name"),
+        ({"year": [1, 2], "id": ["a7", "b9"]}, "id"),
+        ({"year": [1, 2], "n": [3, 4]}, "year"),
+    ],
+)
+def test_the_key_is_a_column_of_words_and_not_of_codes(columns, key):
+    D = Database.from_columns(columns)
+    assert D.info()["key"] in (key, [key], (key,))

@@ -8,9 +8,11 @@ the methods that write.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from operator import is_
 from os import PathLike
 from pathlib import Path
@@ -1585,18 +1587,40 @@ def _check_columns(columns: Any) -> ColumnData:
     return checked
 
 
+MAX_SAMPLED_CELLS = 100
+"""So many cells show whether a column of text has codes or words."""
+
+_WORD = re.compile(r"[^\W\d_]{3}")
+"""Three letters in a row, which a date or a price rarely has."""
+
+
 def first_text_column(columns: ColumnData) -> str:
     """Return the name of the first column of text; the first non-missing cell decides.
 
-    If there is none, return the name of the first column.
+    Columns of codes, such as 00037-B, come after columns of words: users ask for words. If there is
+    no text, return the name of the first column.
+
+    >>> first_text_column({"sku": ["A-1", "A-2"], "price": [3, 4], "item": ["hex bolt", "nail"]})
+    'item'
     """
+    texts = {}
     for name, column in columns.items():
         if is_array(column):
             continue
-        first = next((column[i] for i in range(len(column)) if column[i] is not None), None)
-        if isinstance(first, str):
-            return name
-    return next(iter(columns))
+        cells_ = islice((cell for cell in column if cell is not None), MAX_SAMPLED_CELLS)
+        sample = list(cells_)
+        if sample and isinstance(sample[0], str):
+            texts[name] = [cell for cell in sample if isinstance(cell, str)]
+    first = next(iter(texts), next(iter(columns)))
+    if first in texts and all(map(_is_code, texts[first])):
+        words = (name for name, sample in texts.items() if all(map(_WORD.search, sample)))
+        return next((name for name in words if not any(map(_is_code, texts[name]))), first)
+    return first
+
+
+def _is_code(cell: str) -> bool:
+    """Return whether a cell is one word with a digit, such as 00037-B or INV-2023."""
+    return " " not in cell.strip() and any(map(str.isdigit, cell))
 
 
 def _other_columns(columns: ColumnData, key: Sequence[str]) -> tuple[str, ...]:

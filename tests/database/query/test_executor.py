@@ -401,7 +401,8 @@ def test_one_key_with_contradicting_numbers_is_not_sure():
     alike = qkv.Database(["a", "a", "b"], [4.9, 5.1, 3.0]).ask("a")
     assert alike.hint == "" and alike.confidence > 0.9
     numbers = qkv.Database([5.0, 5.0, 5.0, 900.0], [1.0, 1.0, 1000.0, 3.0])
-    assert numbers.ask(5).hint == answer.hint and numbers.ask(900).hint == ""
+    assert numbers.ask(5).hint == answer.hint
+    assert numbers.ask(900).hint.startswith("900 is a key whose own value is 3, but")
     table = {"name": ["a", "a", "b"], "low": [2.0, 2.0, 3.0], "high": [4.0, 9.0, 5.0]}
     several = qkv.Database.from_columns(table, key="name", value=["low", "high"]).ask("a")
     assert several.hint == "2 rows have this key, with high from 4 to 9"

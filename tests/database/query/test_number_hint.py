@@ -1,7 +1,12 @@
 import pytest
 
 import qkv
-from qkv.database.query.number_hint import MAX_TEXT, different_numbers_hint, find_numbers
+from qkv.database.query.number_hint import (
+    MAX_TEXT,
+    different_numbers_hint,
+    find_numbers,
+    have_different_whole_numbers,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,11 @@ def test_numbers_of_a_text(text, numbers):
         ("Room 1" + "x" * MAX_TEXT, "Room 2", ""),
         (250, "Room 150", ""),
         ("2011-05-03", "03.05.2011", ""),
+        ("37", "00037-B", ""),
+        ("3645000", "3,645,000", ""),
+        ("1 472 000", "1.472.000", ""),
+        ("5550102", "+1 555 0102", ""),
+        ("1.5 m", "15 m", "the best key has the number 15, the query 1.5"),
         ("2011-05-03", "04.05.2011", "the best key has the number 04.05.2011, the query 2011"),
     ],
 )
@@ -43,3 +53,19 @@ def test_an_answer_says_that_its_key_has_another_number():
     assert answer.hint == f"the best key has the number {answer.rows[0].key[5:]}, the query 250"
     assert answer.to_dict()["hint"] == answer.hint
     assert rooms.ask("rom 150").hint == ""
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "differ"),
+    [
+        ("LED bulb 75W", "LED bulb 60W", True),
+        ("paint 10 L", "paint 5 L", True),
+        ("drill bit 6mm", "drill bit 8mm", True),
+        ("75W", "60 cm", False),
+        ("sandpaper P180", "sandpaper P80", False),
+        ("Intel 82r76NS", "Intel 82576NS", False),
+        ("room 7", "room 007", False),
+    ],
+)
+def test_numbers_with_a_unit_differ(query, key, differ):
+    assert have_different_whole_numbers(query, key) == differ

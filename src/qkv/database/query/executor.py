@@ -46,7 +46,7 @@ from qkv.frameworks import is_array
 from qkv.frameworks.stored_rows import WeighedRows
 from qkv.scores import Score
 from qkv.util.deadline import check_deadline
-from qkv.util.formatting import format_number, format_one_line
+from qkv.util.formatting import format_number, format_one_line, quote_cell
 from qkv.weightings import Hard, TopK, Weighting, WeightingLike
 
 MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
@@ -63,6 +63,9 @@ MAX_VOTING_ROWS = 1024
 
 MAX_VALUE_DIFFERENCE = 0.1
 """Numbers that differ from the value by at most this share of it agree with it."""
+
+MAX_SAME_VALUE_DIFFERENCE = 0.05
+"""A hint names the rows of one text key if a value differs from their mean by more than this."""
 
 MIN_BEST_KEY_ROWS = 8
 """The number of rows that are read at least to find all rows with the best-matching key."""
@@ -467,7 +470,8 @@ class LocalBackend(AnswerBackend):
             return ""
         ids = executor.view.ids[positions]
         stored = np.asarray(executor.view.snapshot.read_tensor("value", ids), float)
-        differs = measure_agreement(stored, stored.mean(axis=0)) < 1
+        limit = MAX_VALUE_DIFFERENCE if executor.value_is_mean else MAX_SAME_VALUE_DIFFERENCE
+        differs = measure_agreement(stored, stored.mean(axis=0), limit) < 1
         if not differs.any():
             return ""
         column = int(differs.any(axis=0).argmax())
@@ -476,6 +480,34 @@ class LocalBackend(AnswerBackend):
         )
         name = "values" if schema.value_kind == "number" else schema.value[column]
         return f"{len(positions):,} rows have this key, with {name} from {low} to {high}"
+
+    def _own_value_hint(self, rows: list[Row]) -> str:
+        """Return a hint if the query is a key of numbers or dates with another value; else ""."""
+        executor, schema = self.executor, self.executor.view.schema
+        if not rows or is_array(self.query) or schema.key_kind in ("text", "vector"):
+            return ""
+        is_default = executor.score is executor.view.resolve_score(None)
+        if not is_default or type(executor.weighting) not in RANKING_WEIGHTINGS:
+            return ""
+        own = executor._positions_with_key(self.query)
+        if not len(own) or schema.value_kind == "vector":
+            return ""
+        values = schema.values_from_rows(executor._read_records(own))
+        if self.mean is None:
+            agrees = identify_value(self.value) in set(map(identify_value, values))
+        else:
+            stored = np.asarray(executor.view.snapshot.read_tensor("value", executor.view.ids[own]))
+            answered = list(self.value.values()) if isinstance(self.value, dict) else self.value
+            agrees = measure_agreement(stored.astype(float), answered).min(axis=1).max() == 1
+            agrees = agrees or len(own) > 1
+        if agrees:
+            return ""
+        value = values[-1]
+        shown = format_number(value) if isinstance(value, float) else quote_cell(value)
+        return (
+            f"{format_one_line(self.query)} is a key whose own value is {shown}, but this answer "
+            "also weighs other keys: look it up with D[key] or qkv get"
+        )
 
     def _far_hint(self, rows: list[Row]) -> str:
         """Return a hint if the query is far from every key, else ""."""
@@ -588,6 +620,8 @@ class LocalBackend(AnswerBackend):
             return hint
         if hint := self._far_hint(rows) or self._several_values_hint(rows):
             return hint
+        if hint := self._own_value_hint(rows):
+            return hint
         for row in rows[:1]:
             columns = executor.view.schema.key
             if hint := other_column_hint(self.query, row.key, row.record, columns):
@@ -613,17 +647,19 @@ class LocalBackend(AnswerBackend):
         return self.executor.collect_source(self.query, np.asarray(self._row_weights()), most)
 
 
-def measure_agreement(stored: np.ndarray, value: Any) -> np.ndarray:
+def measure_agreement(
+    stored: np.ndarray, value: Any, max_difference: float = MAX_VALUE_DIFFERENCE
+) -> np.ndarray:
     """Return how well numbers (m, d) agree with the value (d,): 1 if they are close to it.
 
-    For other numbers it is `MAX_VALUE_DIFFERENCE`, divided by their relative difference.
+    For other numbers it is `max_difference`, divided by their relative difference.
 
     >>> measure_agreement(np.array([[4.9], [5.1], [10.0]]), 5.0).tolist()
     [[1.0], [1.0], [0.1]]
     """
     value = np.atleast_1d(np.asarray(value, float))
     difference, limit = np.abs(np.asarray(stored, float) - value), np.abs(value)
-    limit = MAX_VALUE_DIFFERENCE * np.broadcast_to(limit, difference.shape)
+    limit = max_difference * np.broadcast_to(limit, difference.shape)
     return np.where(difference <= limit, 1.0, limit / np.where(difference > 0, difference, 1.0))
 
 

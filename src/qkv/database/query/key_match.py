@@ -7,6 +7,7 @@ cannot tell that from a typo, but the letters of the words can.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,9 @@ MIN_LENGTH_FACTOR = 0.1
 
 USUAL_EDITS, LETTERS_PER_EDIT = 0.5, 4.0
 """A word of n letters with more edits than 0.5 + n / 4 is hardly a typo of another."""
+
+LETTER_WITHOUT_SPACES = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+"""A letter of Chinese or Japanese."""
 
 LENGTH_FACTOR = 2.0
 """A mismatch counts as (shorter length / longer length)^this of the texts."""
@@ -112,10 +116,13 @@ def is_sentence(query: Any) -> bool:
 def split_words(text: str) -> list[str]:
     """Return the words of a text, and of identifiers the parts.
 
+    Every letter of Chinese and Japanese, which write no spaces, is a word.
+
     >>> split_words("a MultiOutput Café_X")
     ['a', 'multi', 'output', 'cafe', 'x']
     """
-    return normalize_text(WORD_BORDER.sub(" ", text)).split()
+    words = normalize_text(WORD_BORDER.sub(" ", text))
+    return (words if words.isascii() else LETTER_WITHOUT_SPACES.sub(r" \g<0> ", words)).split()
 
 
 def _mean_misfit(words: Sequence[str], others: Sequence[str]) -> float:
