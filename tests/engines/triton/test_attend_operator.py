@@ -745,6 +745,9 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "ALONG": {0},  # test_weights
         "CAP": {0},  # test_engine
         "SPANS": {False},  # test_packed
+        "PAGE": {0},  # test_paged
+        "CODES": {False},
+        "SINK": {0},  # test_sink
         "TANH": {0},  # test_exact, where all tiles are edges
         "SQUARES": {False},  # but in the pass without a gradient
         "FORM": {"product"},  # test_distance has the other forms
