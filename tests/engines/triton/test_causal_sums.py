@@ -10,6 +10,8 @@ from qkv import scores
 from qkv.engines.triton import causal_sums
 from qkv.engines.triton.causal_sums import CausalSums
 
+pytestmark = pytest.mark.sample_of_module(10)
+
 
 def sum_scores(query, key, value, rates, normalized):
     s, at = query @ key.mT, torch.arange(query.shape[-2])

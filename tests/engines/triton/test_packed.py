@@ -9,6 +9,8 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.scores import Alibi
 
+pytestmark = pytest.mark.sample_of_module(8)
+
 CU_Q = [0, 40, 40, 45, 100, 170]
 CU_K = [0, 0, 5, 50, 100, 150]
 CASES = {

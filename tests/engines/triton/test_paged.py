@@ -9,6 +9,8 @@ import qkv
 from qkv import nn, scores
 from tests.nn.test_paged_cache import HEADS, SHARED, Both, D
 
+pytestmark = pytest.mark.sample_of_module(8)
+
 KERNEL_CASES = {
     "softmax": {},
     "dot": {"score": "dot"},

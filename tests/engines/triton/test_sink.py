@@ -8,6 +8,8 @@ import torch
 import qkv
 from qkv import masks, weightings
 
+pytestmark = pytest.mark.sample_of_module(8)
+
 
 @pytest.mark.parametrize("wants_lse", [False, True])
 def test_output_and_gradients(wants_lse):
