@@ -14,7 +14,8 @@ counts as CPU time too.
 
 The ratio is qkv's time over that of the fastest other side: above 1, qkv is slower. The slowest
 calls are printed, and written to results/floor_<framework>.json with a summary. Outputs and
-gradients are compared too.
+gradients are compared too. The backward pass gives the gradients of all arrays of the call, also of
+ALiBi's slopes, which `bench.published` keeps fixed.
 """
 
 from __future__ import annotations
