@@ -128,6 +128,6 @@ figure
 
 # %%
 # This model is as small as a look-up can be. In a transformer with several layers, more counts: how
-# positions are encoded, which task it is, and whether the training finds the look-up at all. The
-# page *Attention as associative recall* of this documentation measures eight tasks and
-# seventeen kinds of attention.
+# positions are encoded, which task it is, and whether a key and its value are joined before the
+# look-up. The page *Attention as associative recall* of this documentation measures it for many
+# tasks and kinds of attention.

@@ -1,4 +1,4 @@
-"""Draw the four figures of the study and print its tables, from a file of results.
+"""Draw the figures of the study and print its tables, from a file of results.
 
 python -m examples.recall.figures --results examples/recall/results/h200.jsonl --out FOLDER
 """
@@ -34,6 +34,8 @@ LINES = {
     "softmax-sink": ("#bbbbbb", "D"),
     "entmax15": ("#cb181d", "o"),
     "entmax15-logn": ("#fb8d6d", "s"),
+    "asentmax": ("#fdbb84", "P"),
+    "alpha": ("#c51b8a", "X"),
     "sparsemax": ("#7a0177", "^"),
     "top8": ("#2166ac", "o"),
     "hard": ("#74add1", "v"),
@@ -43,16 +45,34 @@ LINES = {
 """The colour and marker of each weighting."""
 POSITIONS = {
     "softmax": ("softmax, half ALiBi", "#333333", "o", "-"),
-    "softmax/alibi": ("softmax, ALiBi", "#333333", "^", "--"),
-    "softmax/rotary": ("softmax, rotary", "#333333", "s", ":"),
     "softmax/none": ("softmax, none", "#333333", "x", "-."),
+    "softmax/alibi": ("softmax, ALiBi", "#333333", "^", "--"),
+    "softmax/half-rotary": ("softmax, half rotary", "#333333", "D", (0, (4, 1, 1, 1))),
+    "softmax/rotary": ("softmax, rotary", "#333333", "s", ":"),
     "entmax15": ("entmax15, half ALiBi", "#cb181d", "o", "-"),
-    "entmax15/alibi": ("entmax15, ALiBi", "#cb181d", "^", "--"),
-    "entmax15/rotary": ("entmax15, rotary", "#cb181d", "s", ":"),
     "entmax15/none": ("entmax15, none", "#cb181d", "x", "-."),
-    "cosine": ("softmax of cosines, half ALiBi", "#2166ac", "D", "-"),
+    "entmax15/alibi": ("entmax15, ALiBi", "#cb181d", "^", "--"),
+    "entmax15/half-rotary": ("entmax15, half rotary", "#cb181d", "D", (0, (4, 1, 1, 1))),
+    "entmax15/rotary": ("entmax15, rotary", "#cb181d", "s", ":"),
 }
-"""The label, colour, marker and dashes of each position or score."""
+"""The label, colour, marker and dashes of each position."""
+SCORES = {
+    "softmax": ("dot product", "#333333", "o", "-"),
+    "cosine": ("cosine", "#2166ac", "D", "-"),
+    "gaussian": ("Gaussian", "#cb181d", "s", "-"),
+    "additive": ("additive", "#1b9e77", "^", "-"),
+}
+"""The label, colour, marker and dashes of each score."""
+CURVES = {
+    "softmax": ("half ALiBi", "#333333", "-"),
+    "softmax/rotary": ("rotary", "#2166ac", "-"),
+    "softmax/none": ("no position", "#cb181d", "-"),
+    "softmax/no-convolution": ("half ALiBi, no convolution", "#333333", ":"),
+    "softmax/rotary/no-convolution": ("rotary, no convolution", "#2166ac", ":"),
+    "softmax/none/no-convolution": ("no position, no convolution", "#cb181d", ":"),
+}
+"""The label, colour and dashes of the losses with and without the convolution."""
+SEEDS = 3
 LEARNED_SHARE = 0.7
 """A run learned a task if it is so near to the best run, at the training length."""
 LEARNED_BY_NONE = 0.5
@@ -77,16 +97,15 @@ class Results:
         self.cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for line in lines:
             self.cells.setdefault((line["task"], line["attention"]), []).append(line)
-        first = next(iter(self.cells.values()))[0]
-        self.lengths = sorted(int(length) for length in first["accuracy"])
+        lines = [line for cell in self.cells.values() for line in cell]
+        self.lengths = sorted({int(length) for line in lines for length in line["accuracy"]})
         self.attentions = list(dict.fromkeys(attention for _, attention in self.cells))
         self.tasks = [task for task in TITLES if any(task == name for name, _ in self.cells)]
         self.limits = {task: self._find_limit(task) for task in self.tasks}
 
     def _find_limit(self, task: str) -> float:
-        shortest = str(self.lengths[0])
         runs = [line for (name, _), lines in self.cells.items() if name == task for line in lines]
-        best = max(line["accuracy"][shortest] for line in runs)
+        best = max(map(accuracy_when_trained, runs))
         return LEARNED_SHARE * best if best >= LEARNED_BY_NONE else 1.0
 
     def summarize(
@@ -94,8 +113,7 @@ class Results:
     ) -> Summary:
         """Return the mean and the range of a measure over the runs that learned the task."""
         lines = self.cells.get((task, attention), [])
-        shortest = str(self.lengths[0])
-        learned = [x for x in lines if x["accuracy"][shortest] >= self.limits[task]]
+        learned = [x for x in lines if accuracy_when_trained(x) >= self.limits[task]]
         numbers = [line.get(measure, {}).get(str(length)) for line in learned or lines]
         numbers = [x for x in numbers if x is not None]
         if not numbers:
@@ -104,10 +122,15 @@ class Results:
         return Summary(mean, min(numbers), max(numbers), len(learned), len(lines))
 
 
+def accuracy_when_trained(line: dict[str, Any]) -> float:
+    """Return the accuracy at the shortest length that was measured."""
+    return line["accuracy"][min(line["accuracy"], key=int)]
+
+
 def draw_lengths(
     results: Results,
     tasks: Sequence[str],
-    lines: dict[str, tuple[str, str, str, str]],
+    lines: dict[str, tuple[str, str, str, Any]],
     measure: str,
     label: str,
 ) -> Any:
@@ -168,6 +191,35 @@ def draw_weightings(results: Results, tasks: Sequence[str], measure: str, label:
     return draw_lengths(results, tasks, lines, measure, label)
 
 
+def draw_losses(results: Results, tasks: Sequence[str]) -> Any:
+    """Draw the loss of each seed along the training, with and without the convolution."""
+    figure = style.new_figure((3.6 * len(tasks), 3.2), "constrained")
+    panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True).ravel()
+    handles: dict[str, Any] = {}
+    for panel, task in zip(panels, tasks, strict=True):
+        for attention, (name, colour, dashes) in CURVES.items():
+            for line in results.cells.get((task, attention), []):
+                curve = line["curve"]
+                steps = line["steps"] / len(curve) * (0.5 + np.arange(len(curve)))
+                (handles[name],) = panel.plot(
+                    steps, curve, color=colour, linestyle=dashes, linewidth=1.2
+                )
+        style.style_axes(panel, "", "", TITLES[task])
+    panels[0].set_ylim(bottom=0)
+    figure.supylabel("loss in the training", fontsize=9, color=style.INK)
+    figure.supxlabel("step", fontsize=9, color=style.INK)
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside upper center",
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+        labelcolor=style.INK,
+    )
+    return figure
+
+
 def draw_heat_map(results: Results, length: int) -> Any:
     """Draw the accuracy of each task and attention at a length, with the seeds that learned."""
     attentions, tasks = results.attentions, results.tasks
@@ -181,7 +233,7 @@ def draw_heat_map(results: Results, length: int) -> Any:
         for column, cell in enumerate(line):
             text = f"{100 * cell.mean:.0f}" if cell.learned else "not learned"
             text = text if cell.runs else "not run"
-            if 0 < cell.learned < cell.runs:
+            if cell.learned and (cell.learned < cell.runs or cell.runs < SEEDS):
                 text += f"  ({cell.learned} of {cell.runs})"
             is_dark = bool(cell.learned) and cell.mean > 0.6
             colour = "white" if is_dark else style.INK if cell.learned else "#888888"
@@ -199,44 +251,48 @@ def draw_heat_map(results: Results, length: int) -> Any:
 def format_table(results: Results, length: int, tasks: Sequence[str] = ()) -> str:
     """Return a Markdown table of accuracies: the mean, the range and the seeds that learned.
 
-    Attentions that learned none of the tasks have no line.
+    Attentions without a number have no line.
     """
     tasks = tasks or results.tasks
     lines = ["| attention | " + " | ".join(TITLES[task] for task in tasks) + " |"]
     lines.append("|---" * (1 + len(tasks)) + "|")
     for name in results.attentions:
-        row = [results.summarize(task, name, length) for task in tasks]
-        if not any(cell.learned for cell in row):
-            continue
-        lines.append(f"| {name} | " + " | ".join(map(format_cell, row)) + " |")
+        row = [format_cell(results.summarize(task, name, length)) for task in tasks]
+        if any(text not in ("", "–") for text in row):
+            lines.append(f"| {name} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
 def format_cell(cell: Summary) -> str:
-    """Return "93 (92–95)", "81, 1 seed" if two did not learn the task, or "–" if none did."""
+    """Return "93 (92–95)", "81, 1 of 3" if two runs did not learn it, or "–" if none did.
+
+    An empty text stands for an accuracy that was not measured.
+    """
     if not cell.learned:
         return "–" if cell.runs else ""
+    if np.isnan(cell.mean):
+        return ""
     text, low, high = (f"{100 * x:.0f}" for x in cell[:3])
     if low != high:
         text += f" ({low}–{high})"
-    if cell.learned < cell.runs:
+    if cell.learned < cell.runs or cell.runs < SEEDS:
         text += f", {cell.learned} of {cell.runs}"
     return text
 
 
 def draw_all(results: Results) -> dict[str, Any]:
-    """Return the four figures by name."""
+    """Return the figures by name."""
     recalls = [task for task in LOOK_UPS if task in results.tasks]
-    return {
+    answer_weight = "percent of the weight on the right row"
+    one_row = [task for task in recalls if task != "reverse"]  # there, other rows know it too
+    drawn = {
         "lengths": draw_weightings(results, recalls, "accuracy", "accuracy in percent"),
         "heat-map": draw_heat_map(results, results.lengths[-2]),
-        "answer-weight": draw_weightings(
-            results, recalls, "answer_weight", "percent of the weight on the right row"
-        ),
-        "positions": draw_lengths(
-            results, recalls[:4], POSITIONS, "accuracy", "accuracy in percent"
-        ),
+        "answer-weight": draw_weightings(results, one_row, "answer_weight", answer_weight),
     }
+    for name, lines in (("positions", POSITIONS), ("scores", SCORES)):
+        drawn[name] = draw_lengths(results, recalls[:4], lines, "accuracy", "accuracy in percent")
+    return drawn | {"losses": draw_losses(results, recalls[:3:2])}
 
 
 def main() -> None:

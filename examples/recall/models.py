@@ -24,9 +24,12 @@ SLOPES = {
     "mixed": (0.0, 0.0, 0.5, 1.0),
     "alibi": (2.0**-8, 2.0**-4, 0.25, 1.0),
     "rotary": (0.0,) * 4,
+    "half rotary": (0.0,) * 4,
     "none": (0.0,) * 4,
 }
 """The slopes of ALiBi for each head. In "mixed" half of the heads have no position."""
+EMBEDDING_SCALE = 10.0
+"""Parameters of the embedding are multiplied by it, so that it learns as much faster under Adam."""
 TEMPERATURE = 0.1
 """The first temperature of the cosine score, which is learned."""
 
@@ -39,7 +42,10 @@ class Attention:
     weighting: str = "softmax"
     position: str = "mixed"
     learns: str | None = None
-    """What a head learns: "scale" (of scores by log n), "sink", "alpha", "temperature"."""
+    """What a head learns: "scale" (of scores by log n), "adaptive scale" (of each query), "sink",
+    "alpha", "temperature"."""
+    taps: int = 4
+    """Positions that the short convolution of queries, keys and values reads; 1: none."""
 
 
 ATTENTIONS = {
@@ -49,6 +55,7 @@ ATTENTIONS = {
     "sparsemax": Attention(weighting="sparsemax"),
     "entmax15": Attention(weighting="entmax15"),
     "entmax15-logn": Attention(weighting="entmax15", learns="scale"),
+    "asentmax": Attention(weighting="entmax15", learns="adaptive scale"),
     "alpha": Attention(weighting="entmax", learns="alpha"),
     "top8": Attention(weighting="top8"),
     "hard": Attention(weighting="hard"),
@@ -60,9 +67,14 @@ ATTENTIONS = {
     "entmax15/rotary": Attention(weighting="entmax15", position="rotary"),
     "entmax15/alibi": Attention(weighting="entmax15", position="alibi"),
     "entmax15/none": Attention(weighting="entmax15", position="none"),
+    "softmax/half-rotary": Attention(position="half rotary"),
+    "entmax15/half-rotary": Attention(weighting="entmax15", position="half rotary"),
     "cosine": Attention("cosine", learns="temperature"),
     "gaussian": Attention("gaussian"),
     "additive": Attention("additive"),
+    "softmax/no-convolution": Attention(taps=1),
+    "softmax/rotary/no-convolution": Attention(position="rotary", taps=1),
+    "softmax/none/no-convolution": Attention(position="none", taps=1),
 }
 """In the order of their training: weightings, then positions, then scores."""
 FIRST_NUMBER = {"scale": 0.3, "sink": 0.0, "alpha": 1.5, "temperature": TEMPERATURE}
@@ -79,15 +91,18 @@ def attend_heads(
 ) -> Tensor:
     """Return the attention of the last queries (…, h, n, d) over keys (…, h, m, d).
 
-    `learned` is one number for each head, (…, h, 1, 1). Without values, return the weights.
+    `learned` is one number for each head, (…, h, 1, 1), or a scale for each query, (…, h, n, 1).
+    Without values, return the weights.
     """
     count = key.shape[-2]
     before = count - query.shape[-2]
-    if kind.position == "rotary":
-        rotary = Rotary(query.shape[-1])
-        query, key = rotary(query, before), rotary(key)
+    if "rotary" in kind.position:
+        width = query.shape[-1] // (2 if kind.position == "half rotary" else 1)
+        query, key = rotate_columns(query, width, before), rotate_columns(key, width)
     if kind.learns == "scale":
         query = query * (learned * log_lengths(before, count, query)[:, None])
+    elif kind.learns == "adaptive scale":
+        query = query * learned
     score = build_score(kind, slopes, before, query, learned)
     options: dict[str, Any] = {
         "score": score,
@@ -97,6 +112,12 @@ def attend_heads(
     if value is None:
         return qkv.weights(query, key, **options)
     return qkv.attend(query, key, value, **options, engine=engine)
+
+
+def rotate_columns(x: Tensor, width: int, offset: int = 0) -> Tensor:
+    """Return rows whose first columns, `width` of them, are rotated by their position."""
+    rotated, others = x[..., :width], x[..., width:]
+    return torch.cat([Rotary(width)(rotated, offset), others], -1)
 
 
 def log_lengths(start: int, stop: int, like: Tensor) -> Tensor:
@@ -118,6 +139,8 @@ def build_score(
         score = scores.Additive(one.diag(), None, one)
     elif score == "cosine":
         score = scores.Cosine(learned)
+    elif score == "gaussian":  # −‖q − k‖² / 2σ² has q·k / √d in it, as the dot product
+        score = scores.Gaussian(query.shape[-1] ** 0.25)
     if kind.position in ("mixed", "alibi"):
         score = scores.Relative(scores.Alibi(slopes), score, align=align)
     if kind.weighting == "sigmoid":  # the weights of a head without slope sum to about 1 at first
@@ -167,36 +190,69 @@ class Stack(nn.Module):
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
         first = torch.arange(runs, device=tokens.device)[:, None, None] * VOCABULARY
+        own["embedding"] = own["embedding"] * EMBEDDING_SCALE
         table = own["embedding"].reshape(-1, WIDTH)
         x = nn.functional.embedding(tokens + first, table).flatten(1, 2)
         probes = []
         for layer in range(self.layers):
             mine = {name.partition(".")[2]: p for name, p in own.items() if name[0] == str(layer)}
-            qkv_rows = normalize_rows(x) * mine["norm_1"] @ mine["projection"]
+            rows, weights = normalize_rows(x), mine["norm_1"].mT * mine["projection"]
+            if self.kind.taps > 1:
+                rows = join_earlier_rows(rows.view(runs, batch, length, WIDTH), self.kind.taps)
+                weights = (weights[:, None] * mine["taps"][:, :, None]).flatten(1, 2)
+            qkv_rows = rows @ weights
             heads = qkv_rows.view(runs * batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
             query, key, value = heads.unbind()
             learned = mine.get("learned")
-            if learned is not None:
+            if self.kind.learns == "adaptive scale":
+                projection = mine["norm_1"].mT * mine["scale_projection"]
+                learned = normalize_rows(x) @ projection + mine["scale_bias"]
+                learned = scale_queries(learned.view(runs * batch, length, 2, HEADS))
+            elif learned is not None:
                 learned = learned.view(runs, 1, HEADS, 1, 1).expand(-1, batch, -1, -1, -1)
                 learned = learned.flatten(0, 1)
                 if self.kind.learns in ("alpha", "temperature"):
                     learned = learned.clamp_min(0.02)
             if probed:
                 last = query[..., -probed:, :]
-                weights = attend_heads(self.kind, last, key, None, learned, self.slopes)
+                known = learned
+                if self.kind.learns == "adaptive scale":
+                    known = learned[..., -probed:, :]
+                weights = attend_heads(self.kind, last, key, None, known, self.slopes)
                 probes.append(weights.unflatten(0, (runs, batch)))
             out = attend_heads(self.kind, query, key, value, learned, self.slopes, engine)
-            x = x + out.transpose(1, 2).reshape(runs, batch * length, WIDTH) @ mine["output"]
-            hidden = nn.functional.gelu(normalize_rows(x) * mine["norm_2"] @ mine["up"])
-            x = x + hidden @ mine["down"]
+            out = out.transpose(1, 2).reshape(runs, batch * length, WIDTH)
+            x = torch.baddbmm(x, out, mine["output"])
+            hidden = nn.functional.gelu(normalize_rows(x) @ (mine["norm_2"].mT * mine["up"]))
+            x = torch.baddbmm(x, hidden, mine["down"])
         x = x.view(runs, batch, length, WIDTH)[:, :, length // 2 :].flatten(1, 2)
         # The embedding is also the head: what a head copies is a symbol at once.
-        logits = normalize_rows(x) * own["norm"] @ own["embedding"].mT
+        logits = normalize_rows(x) @ (own["norm"] * own["embedding"]).mT
         return logits.view(runs, batch, -1, VOCABULARY), probes
 
 
 def normalize_rows(x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, x.shape[-1:])
+
+
+def join_earlier_rows(x: Tensor, count: int) -> Tensor:
+    """Return each row beside the ones before it, (runs, batch · n, count · width).
+
+    Its product with (taps[j] · projection) for each j is the convolution Σⱼ taps[j] y[t − j] of the
+    projected rows y. It is one matrix product, and so faster than to add up count arrays.
+    """
+    moved = [nn.functional.pad(x, (0, 0, j, 0))[:, :, : x.shape[2]] for j in range(count)]
+    return torch.cat(moved, -1).flatten(1, 2)
+
+
+def scale_queries(numbers: Tensor) -> Tensor:
+    """Return the factors (batch, heads, n, 1) of ASEntmax: 1 + softplus(β) · (log n) ^ tanh(γ).
+
+    `numbers` has β and γ for each position and head, (batch, n, 2, heads).
+    """
+    beta, gamma = numbers.permute(2, 0, 3, 1)
+    logs = log_lengths(0, beta.shape[-1], beta)
+    return (1 + nn.functional.softplus(beta) * logs ** gamma.tanh())[..., None]
 
 
 def list_shapes(kind: Attention, layers: int) -> dict[str, tuple[int, ...]]:
@@ -211,7 +267,11 @@ def list_shapes(kind: Attention, layers: int) -> dict[str, tuple[int, ...]]:
             "up": (WIDTH, HIDDEN),
             "down": (HIDDEN, WIDTH),
         }
-        if kind.learns:
+        if kind.taps > 1:
+            block["taps"] = (kind.taps, 3 * WIDTH)
+        if kind.learns == "adaptive scale":
+            block |= {"scale_projection": (WIDTH, 2 * HEADS), "scale_bias": (1, 2 * HEADS)}
+        elif kind.learns:
             block["learned"] = (HEADS,)
         shapes |= {f"{layer}.{name}": shape for name, shape in block.items()}
     return shapes | {"norm": (1, WIDTH)}
@@ -226,8 +286,13 @@ def draw_parameters(shapes: dict[str, tuple[int, ...]], kind: Attention, seed: i
             part = torch.full(shape, WIDTH**-0.5 if name == "norm" else 1.0)
         elif name.endswith("learned"):
             part = torch.full(shape, FIRST_NUMBER[kind.learns or ""])
+        elif name.endswith("taps"):
+            part = 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            part[0] = 1.0
+        elif ".scale_" in name:
+            part = torch.zeros(shape)
         else:
-            spread = 1.0 if name == "embedding" else shape[0] ** -0.5
+            spread = 1 / EMBEDDING_SCALE if name == "embedding" else shape[0] ** -0.5
             part = torch.randn(shape, generator=generator) * spread
         parts.append(part.flatten())
     return torch.cat(parts)

@@ -58,18 +58,29 @@ def make_recall(batch: int, length: int, generator: Generator) -> Batch:
 
 
 def make_hops(batch: int, length: int, generator: Generator) -> Batch:
-    """Two hops: the value of a key is the next key, and a query asks for the value of the value.
+    """Two hops: the value of a key is another key, and a query asks for the value of the value.
 
-    A symbol has one token as a key and another as a value, so that a pair is recognized.
+    A query has two positions. The first one must predict the value, which is a hint for the
+    training, and the second one the value of the value. The accuracy counts the second one only.
+    Each row begins with a separator, because keys and values are the same symbols.
     """
-    rows, half = length // 4, SYMBOLS // 2
-    key = draw_distinct(batch, rows, half, generator)
+    half = length // 2
+    rows, queries = half // 3, half // 2
+    key = draw_distinct(batch, rows, SYMBOLS, generator)
     follower = draw_distinct(batch, rows, rows, generator)
-    value = key.gather(1, follower) + half
-    asked = draw_numbers(batch, length // 2, rows, generator)
-    second = follower.gather(1, asked)
-    tokens = torch.cat([interleave(key, value), key.gather(1, asked)], 1)
-    return build_batch(tokens, value.gather(1, second), 2 * second + 1)
+    value = key.gather(1, follower)
+    table = interleave(torch.full_like(key, SEPARATOR), key, value)
+    padding = torch.full_like(table[:, : half % 3], SEPARATOR)
+    first = draw_numbers(batch, queries, rows, generator)
+    second = follower.gather(1, first)
+    asked = key.gather(1, first)
+    drawn = build_batch(
+        torch.cat([padding, table, interleave(asked, torch.full_like(asked, SEPARATOR))], 1),
+        interleave(value.gather(1, first), value.gather(1, second)),
+        half % 3 + 2 + 3 * interleave(first, second),
+    )
+    is_second = torch.arange(half, device=key.device) % 2 == 1
+    return drawn._replace(is_scored=is_second.expand(batch, -1))
 
 
 def make_token_recall(batch: int, length: int, generator: Generator) -> Batch:

@@ -35,8 +35,9 @@ MAX_TOKENS_PER_CALL = 16_384
 PROBED_QUERIES = 64
 GROUPS = (("mqar", "mqmtar", "copy", "reverse", "noisy", "similar"), ("hops",), ("sort",))
 """Tasks that train in one stack. A time limit leaves out the last groups first."""
-TIMED_STEPS = 16
-CURVE_POINTS = 40
+ENGINES = {"top8": "dense", "additive": "dense"}
+"""Engines of the training where the automatic one is slower: short sequences on a GPU."""
+CURVE_POINTS = 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Settings:
     test_tokens: int = 32_768
     """Tokens of the test at each length, of each run."""
     engine: str | None = None
-    """The engine of the training. "fastest" measures the kernels and the dense engine."""
+    """The engine of the training; None chooses one."""
     device: str = "cpu"
 
 
@@ -106,33 +107,9 @@ def index_of_task(task: str) -> int:
     return list(TASKS).index(task)
 
 
-def choose_training_engine(stack: Stack, job: Job, settings: Settings) -> str | None:
-    """Return the engine of the settings, or the one that takes the shortest time for a step."""
-    if settings.engine != "fastest":
-        return settings.engine
-    batch = BatchSource(job, settings.device, TEST_SEED).draw(settings.batch, settings.length)
-    seconds: dict[str | None, float] = {}
-    for engine in (None, "dense"):
-        try:
-            for step in range(2 * TIMED_STEPS):
-                if step == TIMED_STEPS:
-                    wait_for_device(settings.device)
-                    began = time.time()
-                compute_losses(stack, batch, engine).sum().backward()
-            wait_for_device(settings.device)
-            seconds[engine] = time.time() - began
-        except (RuntimeError, NotImplementedError) as error:
-            print(f"{job.attention} with engine {engine}: {error}"[:500], file=sys.stderr)
-        stack.zero_grad()
-    fastest = min(seconds, key=lambda engine: seconds[engine])
-    words = ", ".join(f"{x or 'auto'} {1000 * y / TIMED_STEPS:.1f} ms" for x, y in seconds.items())
-    print(f"{job.attention}: {words}", file=sys.stderr, flush=True)
-    return fastest
-
-
-def wait_for_device(device: str) -> None:
+def free_memory(device: str) -> None:
     if device == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def train_stack(job: Job, settings: Settings, deadline: float) -> tuple[Stack, list[list[float]]]:
@@ -142,13 +119,12 @@ def train_stack(job: Job, settings: Settings, deadline: float) -> tuple[Stack, l
     """
     kind, device = ATTENTIONS[job.attention], settings.device
     stack = Stack(kind, [seed for _, seed in job.runs], job.layers).to(device)
-    engine = choose_training_engine(stack, job, settings)
-    fused = device == "cuda"
-    optimizer = torch.optim.Adam(stack.parameters(), settings.rate, (0.9, 0.98), fused=fused)
+    trainer = Trainer(stack, settings, settings.engine or ENGINES.get(job.attention))
     source = BatchSource(job, device)
     lengths = Generator().manual_seed(0)
     steps, curve = settings.steps, []
     recent, began = torch.zeros(len(job.runs), device=device), time.time()
+    reported = began
     between = max(steps // CURVE_POINTS, 1)
     for step in range(steps):
         if step % BATCHES_PER_DRAW == 0:
@@ -158,25 +134,72 @@ def train_stack(job: Job, settings: Settings, deadline: float) -> tuple[Stack, l
             drawn = source.draw(settings.batch * BATCHES_PER_DRAW, length)
             parts = [x.split(settings.batch, 1) for x in drawn]
         batch = Batch(*(part[step % BATCHES_PER_DRAW] for part in parts))
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate * schedule_rate(step, steps)
-        losses = compute_losses(stack, batch, engine)
-        optimizer.zero_grad()
-        losses.sum().backward()
-        gradient = stack.numbers.grad
-        assert gradient is not None
-        gradient.nan_to_num_(0.0, 0.0, 0.0)
-        gradient.mul_(1 / gradient.norm(dim=1, keepdim=True).clamp_min(1.0))
-        optimizer.step()
-        recent += losses.detach()
+        recent += trainer.train(batch, settings.rate * schedule_rate(step, steps))
         if (step + 1) % between == 0:
             curve.append((recent / between).tolist())
             recent.zero_()
             report_progress(job, step + 1, steps, curve[-1], began)
-            left = (time.time() - began) / (step + 1) * (steps - step - 1)
-            if step > steps // 10 and time.time() + left > deadline:
+            # The first steps compile kernels: the last ones tell how long the others take.
+            left = (time.time() - reported) / between * (steps - step - 1)
+            reported = time.time()
+            if step > steps // 3 and reported + left > deadline:
                 raise TimeoutError(f"{job.attention} would end after the deadline")
     return stack, [list(x) for x in zip(*curve, strict=True)]
+
+
+class Trainer:
+    """Steps of Adam for a stack. On CUDA each length is recorded once and replayed as a graph.
+
+    Attentions whose calls read values on the host cannot be recorded.
+    """
+
+    def __init__(self, stack: Stack, settings: Settings, engine: str | None) -> None:
+        self.stack, self.engine = stack, engine
+        device = settings.device
+        reads_values = engine == "dense" or stack.kind.learns == "alpha"
+        reads_values = reads_values or stack.kind.score in ("gaussian", "additive")
+        self.records = device == "cuda" and not reads_values
+        self.rate = torch.tensor(0.0, device=device)
+        self.optimizer = torch.optim.Adam(
+            stack.parameters(), self.rate, (0.9, 0.98), fused=True, capturable=self.records
+        )
+        self.graphs: dict[int, tuple[Any, Batch, Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.records else None
+
+    def train(self, batch: Batch, rate: float) -> Tensor:
+        """Train one step, and return the loss of each run."""
+        self.rate.fill_(rate)
+        length = batch.tokens.shape[-1]
+        if self.records and length not in self.graphs:
+            self.graphs[length] = self.record(Batch(*(x.clone() for x in batch)))
+        if not self.records:
+            return self.step(batch)
+        graph, inputs, losses = self.graphs[length]
+        for old, new in zip(inputs, batch, strict=True):
+            old.copy_(new)
+        graph.replay()
+        return losses
+
+    def record(self, batch: Batch) -> tuple[Any, Batch, Tensor]:
+        """Train one step outside of a graph, which compiles kernels, then record a second one."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            losses = self.step(batch)
+        return graph, batch, losses
+
+    def step(self, batch: Batch) -> Tensor:
+        numbers = self.stack.numbers
+        losses = compute_losses(self.stack, batch, self.engine)
+        (gradient,) = torch.autograd.grad(losses.sum(), numbers)
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        numbers.grad = gradient / gradient.norm(dim=1, keepdim=True).clamp_min(1.0)
+        self.optimizer.step()
+        return losses.detach()
 
 
 def schedule_rate(step: int, steps: int) -> float:
@@ -256,19 +279,13 @@ def run_job(job: Job, settings: Settings, deadline: float) -> list[dict[str, Any
     """Train and test the runs of a job, and return the line of each cell."""
     began = time.time()
     stack, curves = train_stack(job, settings, deadline)
+    free_memory(settings.device)  # other processes need it
     trained = time.time()
     tests: dict[str, dict[str, list[Any]]] = {}
-    failures = []
     for factor in settings.factors:
         if time.time() > deadline:
-            failures.append(f"{factor} L: no time left")
-            continue
-        try:
-            measured = test_stack(stack, job, settings, factor)
-        except (RuntimeError, NotImplementedError) as error:
-            failures.append(f"{factor} L: {type(error).__name__}: {error}"[:500])
-            continue
-        for name, numbers in measured.items():
+            raise TimeoutError(f"{job.attention}: no time left for the test at {factor} L")
+        for name, numbers in test_stack(stack, job, settings, factor).items():
             tests.setdefault(name, {})[str(settings.length * factor)] = numbers
     lines = []
     for index, (task, seed) in enumerate(job.runs):
@@ -279,6 +296,7 @@ def run_job(job: Job, settings: Settings, deadline: float) -> list[dict[str, Any
         }
         line |= {
             "curve": [round(loss, 4) for loss in curves[index]],
+            "steps": settings.steps,
             "layers": job.layers,
             "heads": HEADS,
             "width": WIDTH,
@@ -290,8 +308,6 @@ def run_job(job: Job, settings: Settings, deadline: float) -> list[dict[str, Any
             "seconds_of_tests": round(time.time() - trained, 1),
             "torch": torch.__version__,
         }
-        if failures:
-            line["failures"] = failures
         lines.append(line)
     return lines
 
@@ -319,8 +335,7 @@ def run_job_in_process(arguments: tuple[Job, Settings, float]) -> tuple[Job, lis
     except Exception:
         return job, [], traceback.format_exc()[-1500:]
     finally:
-        if settings.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(settings.device)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -334,7 +349,20 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def run_jobs(jobs: list[Job], settings: Settings, path: Path, workers: int, seconds: float) -> None:
+def limit_memory(share: float) -> None:
+    """Let this process take a share of the GPU's memory: then it frees what it keeps in reserve."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
+def run_jobs(
+    jobs: list[Job],
+    settings: Settings,
+    path: Path,
+    workers: int,
+    seconds: float,
+    memory_share: float = 1.0,
+) -> None:
     """Run jobs in worker processes for a time, and append the results as they come."""
     deadline = time.time() + seconds
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,11 +371,13 @@ def run_jobs(jobs: list[Job], settings: Settings, path: Path, workers: int, seco
         for task in tasks:
             write_results(path, *run_job_in_process(task))
         return
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers, limit_memory, (memory_share,)) as pool:
         results = pool.imap_unordered(run_job_in_process, tasks)
         for _ in tasks:
             try:
-                write_results(path, *results.next(max(deadline + 20 - time.time(), 1)))
+                left = None if math.isinf(seconds) else max(deadline + 20 - time.time(), 1)
+                write_results(path, *results.next(left))
             except multiprocessing.TimeoutError:
                 print("stopped at the deadline", file=sys.stderr)
                 break
@@ -363,8 +393,6 @@ def write_results(path: Path, job: Job, lines: list[dict[str, Any]], reason: str
         file.write("".join(json.dumps(line) + "\n" for line in lines))
     seconds = lines[0]["seconds_of_training"], lines[0]["seconds_of_tests"]
     print(f"{name}: trained in {seconds[0]} s, tested in {seconds[1]} s", flush=True)
-    for failure in lines[0].get("failures", ()):
-        print(f"    {failure}", flush=True)
 
 
 def main() -> None:
@@ -379,9 +407,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=Settings.rate)
     parser.add_argument("--factors", nargs="+", type=int, default=Settings.factors)
     parser.add_argument("--test-tokens", type=int, default=Settings.test_tokens, metavar="N")
-    parser.add_argument("--engine", help='of the training: a name, or "fastest"')
+    parser.add_argument("--engine", help="of the training")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")
+    parser.add_argument(
+        "--memory-share", type=float, default=1.0, help="of a GPU's memory, for each process"
+    )
     options = parser.parse_args()
     settings = Settings(
         steps=options.steps,
@@ -396,7 +427,7 @@ def main() -> None:
     path = options.out / "results.jsonl"
     finished = {(x["task"], x["attention"], x["seed"]) for x in read_results(path)}
     jobs = list_jobs(options.tasks, options.attentions, options.seeds, finished)
-    run_jobs(jobs, settings, path, options.jobs, options.seconds)
+    run_jobs(jobs, settings, path, options.jobs, options.seconds, options.memory_share)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The tasks ask for what is in their tables, runs of a stack are independent, and a cell trains."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -54,12 +55,41 @@ def test_recall_answers_its_key() -> None:
     assert bool((targets >= tasks.SYMBOLS).all())
 
 
-def test_two_hops_are_two_look_ups() -> None:
-    tokens, targets, _, _ = draw_batch("hops")
-    half = tasks.SYMBOLS // 2
-    for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
-        table = dict(zip(row[:32:2], row[1:32:2], strict=True))
-        assert [table[table[key] - half] for key in row[32:]] == wanted
+@pytest.mark.parametrize("length", [24, 64])
+def test_two_hops_are_two_look_ups(length: int) -> None:
+    batch = draw_batch("hops", length)
+    half = length // 2
+    for row, wanted in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        start = half % 3
+        rows = [row[at : at + 3] for at in range(start, half, 3)]
+        assert all(first == tasks.SEPARATOR for first, _, _ in rows)
+        table = {key: value for _, key, value in rows}
+        for key, value, second in zip(row[half::2], wanted[::2], wanted[1::2], strict=True):
+            assert (value, second) == (table[key], table[table[key]])
+    assert bool((batch.is_scored == (torch.arange(half) % 2 == 1)).all())
+
+
+def test_a_convolution_reads_the_rows_before() -> None:
+    x, taps = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 6)
+    projection = torch.randn(2, 4, 6)
+    rows = (x.flatten(1, 2) @ projection).view(2, 3, 5, 6)
+    wanted = taps[:, None, None, 0] * rows
+    for j in (1, 2):
+        wanted[:, :, j:] += taps[:, None, None, j] * rows[:, :, :-j]
+    joined = models.join_earlier_rows(x, 3)
+    weights = (projection[:, None] * taps[:, :, None]).flatten(1, 2)
+    torch.testing.assert_close((joined @ weights).view_as(wanted), wanted)
+
+
+@pytest.mark.parametrize("name", ["softmax/rotary", "softmax/half-rotary"])
+def test_rotary_scores_depend_on_the_distance(name: str) -> None:
+    """Earlier keys of weight 0 move all positions, and change nothing."""
+    query, key = torch.randn(2, 1, models.HEADS, 6, 16, dtype=torch.float64)
+    far = torch.cat([torch.full_like(key[..., :1, :], 0.0), key], -2)
+    kind, slopes = ATTENTIONS[name], torch.zeros(models.HEADS)
+    near = models.attend_heads(kind, query, key, None, None, slopes)
+    moved = models.attend_heads(kind, query, far, None, None, slopes)[..., 1:]
+    torch.testing.assert_close(moved / moved.sum(-1, keepdim=True), near)
 
 
 def test_noisy_and_similar_keys() -> None:
@@ -124,8 +154,30 @@ def test_attentions_are_causal_and_learn(name: str) -> None:
 
 
 def test_kinds_are_of_one_size() -> None:
-    sizes = {Stack(kind, [0]).parameter_count for kind in ATTENTIONS.values()}
-    assert max(sizes) - min(sizes) == 2 * models.HEADS
+    sizes = {name: Stack(kind, [0]).parameter_count for name, kind in ATTENTIONS.items()}
+    least, most = sizes["softmax"], sizes["asentmax"]
+    assert all(x in (least, least + 2 * models.HEADS, most) for x in list(sizes.values())[:-3])
+    assert most < 1.005 * least
+
+
+def test_kinds_begin_with_the_same_parameters() -> None:
+    first = {}
+    for name in ("softmax", "asentmax", "softmax-sink", "softmax/no-convolution"):
+        stack = Stack(ATTENTIONS[name], [1])
+        sizes = [math.prod(shape) for shape in stack.shapes.values()]
+        parts = dict(zip(stack.shapes, stack.numbers[0].split(sizes), strict=True))
+        first[name] = torch.cat([parts["embedding"], parts["0.projection"], parts["1.down"]])
+    assert all(torch.equal(x, first["softmax"]) for x in first.values())
+
+
+def test_asentmax_scales_each_query() -> None:
+    """1 + softplus(β) (log n)^tanh(γ), with log(1 + keys) for the first query."""
+    numbers = torch.tensor([[0.5, -1.0], [2.0, 0.3]])[:, :, None].expand(2, 2, models.HEADS)
+    scale = models.scale_queries(numbers[None])[0, 0, :, 0]
+    wanted = []
+    for keys, (beta, gamma) in zip((1, 2), numbers[..., 0].tolist(), strict=True):
+        wanted.append(1 + math.log1p(math.exp(beta)) * math.log1p(keys) ** math.tanh(gamma))
+    assert scale.tolist() == pytest.approx(wanted)
 
 
 def test_jobs_leave_out_finished_cells() -> None:
@@ -148,9 +200,8 @@ def test_a_cell_is_trained_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = "train --tasks mqar --attentions softmax --seeds 0 --steps 24 --batch 4 --length 16"
-    command += f" --factors 1 2 --test-tokens 64 --engine fastest --out {tmp_path}"
+    command += f" --factors 1 2 --test-tokens 64 --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", command.split())
-    monkeypatch.setattr(train, "TIMED_STEPS", 1)
     train.main()
     train.main()
     (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
@@ -159,6 +210,14 @@ def test_a_cell_is_trained_once(
     assert set(cell["accuracy"]) == set(cell["answer_weight"]) == {"16", "32"}
     assert cell["curve"][-1] < cell["curve"][0]
     assert capsys.readouterr().out.count("trained in") == 1
+
+
+def test_worker_processes_need_no_time_limit(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    settings = train.Settings(steps=1, batch=2, length=16, factors=(1,), test_tokens=32)
+    jobs = [train.Job(name, 2, (("mqar", 0),)) for name in ("softmax", "hard")]
+    train.run_jobs(jobs, settings, path, 2, math.inf)
+    assert {x["attention"] for x in train.read_results(path)} == {"softmax", "hard"}
 
 
 def test_a_training_that_is_too_long_leaves_no_line(

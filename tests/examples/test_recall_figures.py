@@ -20,6 +20,8 @@ def build_line(attention: str, seed: int, accuracy: float, task: str = "mqar") -
         "seed": seed,
         "accuracy": lengths,
         "answer_weight": lengths,
+        "curve": [8.0, 4.0, 1.0],
+        "steps": 30,
     }
 
 
@@ -45,16 +47,27 @@ def test_runs_that_learned() -> None:
     ]
 
 
-def test_four_figures(tmp_path: Path) -> None:
+def test_figures() -> None:
     drawn = figures.draw_all(figures.Results(LINES))
-    assert list(drawn) == ["lengths", "heat-map", "answer-weight", "positions"]
+    names = ["lengths", "heat-map", "answer-weight", "positions", "scores", "losses"]
+    assert list(drawn) == names
+    (panel,) = drawn["losses"].axes
+    assert [line.get_xdata().tolist() for line in panel.lines] == [[5.0, 15.0, 25.0]] * 3
     texts = [text.get_text() for text in drawn["heat-map"].axes[0].texts]
     assert texts == ["45  (2 of 3)", "not learned", "not learned", "not run"]
     assert len(drawn["lengths"].axes[0].containers) == 1
+
+
+def test_lengths_that_were_not_measured() -> None:
+    partly = build_line("hard", 0, 0.9)
+    del partly["accuracy"]["32"]
+    results = figures.Results([*LINES[:3], partly])
+    assert results.lengths == [8, 16, 32]
+    assert figures.format_cell(results.summarize("mqar", "hard", 8)) == "90, 1 of 1"
+    assert figures.format_cell(results.summarize("mqar", "hard", 32)) == ""
 
 
 def test_the_page_has_the_results() -> None:
     results = figures.Results(train.read_results(figures.RESULTS))
     table = figures.format_table(results, results.lengths[-1], figures.LOOK_UPS)
     assert table in PAGE.read_text(encoding="utf-8")
-    assert sum(map(len, results.cells.values())) == 408
