@@ -13,6 +13,10 @@ from qkv.util.keyword_hints import forbid_torchscript
 from qkv.util.types import A, Array
 
 
+class CausalMaskError(CombinationError, RuntimeError):
+    """`is_causal` and `attn_mask` are both set, for which PyTorch raises a RuntimeError."""
+
+
 @forbid_torchscript
 def scaled_dot_product_attention(
     query: A,
@@ -50,9 +54,9 @@ def scaled_dot_product_attention(
     if is_array(enable_gqa):
         raise DtypeError("enable_gqa must be True or False, not an array")
     if is_causal and attn_mask is not None:
-        raise CombinationError(
-            "attn_mask must not be set when is_causal=True: pass one of them, or combine both in "
-            "qkv.attend(query, key, value, mask=masks.causal & attn_mask)"
+        raise CausalMaskError(
+            "Explicit attn_mask should not be set when is_causal=True: pass one of them, or "
+            "combine both in qkv.attend(query, key, value, mask=masks.causal & attn_mask)"
         )
     fw = find_framework(query)
     rows = None if fw is None else fw.split_nested(query)
