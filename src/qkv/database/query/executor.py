@@ -484,26 +484,26 @@ class LocalBackend(AnswerBackend):
     def _own_value_hint(self, rows: list[Row]) -> str:
         """Return a hint if the query is a key of numbers or dates with another value; else ""."""
         executor, schema = self.executor, self.executor.view.schema
-        if not rows or is_array(self.query) or schema.key_kind in ("text", "vector"):
+        if not rows or schema.key_kind in ("text", "vector") or schema.value_kind == "vector":
             return ""
+        # With a default score, no other key is nearer.
         is_default = executor.score is executor.view.resolve_score(None)
         if not is_default or type(executor.weighting) not in RANKING_WEIGHTINGS:
             return ""
-        own = executor._positions_with_key(self.query)
-        if not len(own) or schema.value_kind == "vector":
+        if is_array(self.query) or is_array(rows[0].key) or rows[0].key != self.query:
             return ""
-        values = schema.values_from_rows(executor._read_records(own))
+        own = [row.value for row in rows if row.key == self.query]
         if self.mean is None:
-            agrees = identify_value(self.value) in set(map(identify_value, values))
+            agrees = identify_value(self.value) in set(map(identify_value, own))
         else:
-            stored = np.asarray(executor.view.snapshot.read_tensor("value", executor.view.ids[own]))
-            answered = list(self.value.values()) if isinstance(self.value, dict) else self.value
-            agrees = measure_agreement(stored.astype(float), answered).min(axis=1).max() == 1
-            agrees = agrees or len(own) > 1
+            stored, value = (
+                [[*x.values()] if isinstance(x, dict) else [x] for x in values]
+                for values in (own, [self.value])
+            )
+            agrees = len(own) > 1 or measure_agreement(np.array(stored), value[0]).min() == 1
         if agrees:
             return ""
-        value = values[-1]
-        shown = format_number(value) if isinstance(value, float) else quote_cell(value)
+        shown = format_number(own[0]) if isinstance(own[0], float) else quote_cell(own[0])
         return (
             f"{format_one_line(self.query)} is a key whose own value is {shown}, but this answer "
             "also weighs other keys: look it up with D[key] or qkv get"

@@ -23,8 +23,8 @@ MAX_TEXT = 150
 NAME_WORDS = 4
 """In a query of n > 4 words, a mismatch counts 4 / n as much: it may say the same otherwise."""
 
-MIN_LENGTH_FACTOR = 0.1
-"""Texts that differ so much in length that a mismatch counts less than this are not compared."""
+MIN_LENGTH_RATIO = 0.3
+"""Texts that differ more in length are not compared."""
 
 
 USUAL_EDITS, LETTERS_PER_EDIT = 0.5, 4.0
@@ -148,14 +148,15 @@ def measure_mismatch(query: Any, key: Any) -> float:
         return max(map(measure_mismatch, query, key), default=0.0)
     if not (isinstance(query, str) and isinstance(key, str)) or query == key:
         return 0.0
-    if max(len(query), len(key)) > MAX_TEXT:
+    shorter, longer = sorted((len(query), len(key)))
+    if longer > MAX_TEXT or shorter + LENGTH_OFFSET < MIN_LENGTH_RATIO * longer:
         return 0.0
     asked, found = split_words(query), split_words(key)
     if not asked or not found or asked == found or _are_joined(asked, found):
         return 0.0
     lengths = [len(" ".join(words)) + LENGTH_OFFSET for words in (asked, found)]
     factor = (min(lengths) / max(lengths)) ** LENGTH_FACTOR * min(1.0, NAME_WORDS / len(asked))
-    mismatch = _mean_misfit(asked, found) if factor >= MIN_LENGTH_FACTOR else 0.0
+    mismatch = _mean_misfit(asked, found)
     return factor * min(mismatch, _mean_misfit(found, asked)) if mismatch else 0.0
 
 

@@ -79,11 +79,11 @@ def different_numbers_hint(query: Any, key: Any) -> str:
         isinstance(query, str) and isinstance(key, str) and max(len(query), len(key)) <= MAX_TEXT
     ):
         return ""
-    if is_reversed_date(query, key) or _have_same_digits(query, key):
-        return ""
     asked, found = find_numbers(query), find_numbers(key)
     only_asked, only_found = _other_numbers(asked, found), _other_numbers(found, asked)
     if not (only_asked and only_found):
+        return ""
+    if is_reversed_date(query, key) or _have_same_digits(query, key):
         return ""
     joined = [find_numbers(_join_thousands(text)) for text in (query, key)]
     if not _other_numbers(*joined) or not _other_numbers(*joined[::-1]):
