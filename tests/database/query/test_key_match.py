@@ -18,7 +18,7 @@ from qkv.serve.security import Access
 
 FIRST = ["Ann", "Boris", "Carla", "Dmitri", "Elena", "Farid", "Greta", "Hassan", "Ines", "Jakob"]
 LAST = ["Smithers", "Okafor", "Lindqvist", "Moreau", "Takahashi", "Petrov", "Castellano", "Baker"]
-HINT = "the best key, Ann Smithers, has no word like 'Jon': the table may lack what you ask for"
+HINT = "the best key, Ann Smithers, has no word like 'Jon': check that it is what you mean"
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ def test_edits_are_those_of_the_recurrence() -> None:
         ("J. Smithers", "Jon Smithers"),
         ("Jon Smihters", "John Smithers"),
         ("Smithers", "Jon Smithers"),
+        ("Lee", "Li"),
         ("Mr Jon Smithers", "Jon Smithers"),
         ("foot ball club", "football club"),
         ("closeBoundaryfound", "close boundary found"),

@@ -68,7 +68,8 @@ def count_edits(a: str, b: str) -> int:
 def find_edits(words: Sequence[str], others: Sequence[str]) -> list[int]:
     """Return for each word the number of edits to the most similar one of the other words.
 
-    Two neighbouring words may be one word on the other side. A letter alone is an initial.
+    Two neighbouring words may be one word on the other side. A letter alone is an initial. A word
+    that sounds alike has one edit.
 
     >>> find_edits(["j", "foot", "ball", "club"], ["john", "football", "cup"])
     [0, 0, 0, 2]
@@ -76,16 +77,27 @@ def find_edits(words: Sequence[str], others: Sequence[str]) -> list[int]:
     single = dict.fromkeys(others)
     candidates = single | dict.fromkeys(a + b for a, b in pairwise(others))
     edits = [_count_least_edits(word, candidates) for word in words]
-    initials = {word[0] for word in single}
+    initials, sounds = {word[0] for word in single}, set(map(_to_sound, single))
     for i, word in enumerate(words):
         if len(word) == 1 and word in initials and not word.isdigit():
             edits[i] = 0
+        elif edits[i] > 1 and _to_sound(word) in sounds:
+            edits[i] = 1
     for i, (a, b) in enumerate(pairwise(words)):
         if edits[i] + edits[i + 1]:
             joined = _count_least_edits(a + b, single)
             if joined <= USUAL_EDITS + len(a + b) / LETTERS_PER_EDIT:
                 edits[i : i + 2] = min(edits[i], joined), min(edits[i + 1], joined)
     return edits
+
+
+def _to_sound(word: str) -> str:
+    """Return a word with equal vowels, and with repeated letters once, so that Lee is Li.
+
+    >>> _to_sound("lee"), _to_sound("li"), _to_sound("smyth")
+    ('la', 'la', 'smath')
+    """
+    return re.sub(r"(.)\1+", r"\1", re.sub("[aeiouy]", "a", word))
 
 
 def _count_least_edits(word: str, others: Collection[str]) -> int:
@@ -170,7 +182,7 @@ def missing_word_hint(query: Any, key: Any) -> str:
     """Return a hint if the best key lacks a word of the query and may be another one; else "".
 
     >>> missing_word_hint("Jon Smithers", "Ann Smithers")
-    "the best key, Ann Smithers, has no word like 'Jon': the table may lack what you ask for"
+    "the best key, Ann Smithers, has no word like 'Jon': check that it is what you mean"
     >>> missing_word_hint("Jon Smithers", "John Smithers")
     ''
     """
@@ -182,5 +194,5 @@ def missing_word_hint(query: Any, key: Any) -> str:
     spelled = next((x for x in query.split() if split_words(x) == [word]), word)
     return (
         f"the best key, {format_one_line(key)}, has no word like {spelled!r}: "
-        "the table may lack what you ask for"
+        "check that it is what you mean"
     )
