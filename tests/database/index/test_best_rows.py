@@ -171,3 +171,20 @@ def test_a_single_query_must_be_finite(database, number):
     query[2] = number
     with pytest.raises(qkv.errors.ArgumentError, match="query 0 contains"):
         D.ask(query, score=score, weighting=TopK(10), approximate=True)
+
+
+def test_float16_store():
+    """The weights of a single query are as precise as those of a batch, and do not underflow."""
+    D = qkv.Database(KEYS, VALUES["number"](), precision="float16")
+    score = scores.Gaussian(0.3)
+    D.index(score=score, queries=list(KEYS[:20]))
+    options = {"score": score, "weighting": TopK(10), "top": 10, "approximate": True}
+    queries = np.float32(KEYS[:8] + 0.3)
+    for query, other in zip(queries, D.ask(queries, **options), strict=True):
+        answer = D.ask(query, **options)
+        assert "exactly" not in answer.engine
+        assert len(answer.rows) == len(other.rows)
+        assert [row.index for row in answer.rows] == [row.index for row in other.rows]
+        weights = [row.weight for row in answer.rows], [row.weight for row in other.rows]
+        np.testing.assert_allclose(*weights, rtol=1e-5)
+        np.testing.assert_allclose(answer.lse, other.lse, rtol=1e-6)

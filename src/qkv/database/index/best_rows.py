@@ -115,7 +115,7 @@ def rank_rows_of_one_query(
         scores = [slope * x for x in key.dot(query).tolist()]
     if not math.isfinite(sum(scores)):
         return None
-    return BestRowsOfOneQuery(positions, scores, stored, k)
+    return BestRowsOfOneQuery(positions, scores, stored, query.dtype, k)
 
 
 class BestRows:
@@ -157,9 +157,15 @@ class BestRowsOfOneQuery(BestRows):
     """
 
     def __init__(
-        self, candidates: np.ndarray, scores: list[float], key: np.ndarray, k: int
+        self,
+        candidates: np.ndarray,
+        scores: list[float],
+        key: np.ndarray,
+        dtype: np.dtype[Any],
+        k: int,
     ) -> None:
-        self._positions_found, self._key = candidates, key
+        # The keys of a store in 16 bits are less precise than the weights.
+        self._positions_found, self._key, self._dtype = candidates, key, dtype
         # The order is stable: of equal scores, the row at the lowest position is the best.
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[:k]
         best = scores[order[0]]
@@ -167,7 +173,7 @@ class BestRowsOfOneQuery(BestRows):
         self._columns, self._total = np.array(order), sum(weights)
         self._weights, self._best_score = weights, best
         self.positions = candidates.take(self._columns)[None]
-        self.lse = np.array([best + math.log(self._total)], key.dtype)
+        self.lse = np.array([best + math.log(self._total)], dtype)
 
     @lazy_property
     def candidates(self) -> np.ndarray:
@@ -183,11 +189,11 @@ class BestRowsOfOneQuery(BestRows):
 
     @lazy_property
     def weights(self) -> np.ndarray:
-        return np.array([[x / self._total for x in self._weights]], self._key.dtype)
+        return np.array([[x / self._total for x in self._weights]], self._dtype)
 
     @lazy_property
     def best_score(self) -> np.ndarray:
-        return np.array([self._best_score], self._key.dtype)
+        return np.array([self._best_score], self._dtype)
 
     def read_records(self, view: TableView, count: int) -> list[dict[str, Any]]:
         vectors = self._key.take(self._columns[:count], 0)

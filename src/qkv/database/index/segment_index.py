@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.database.index.metric import METRICS, IndexMetric
-from qkv.database.storage.segments import Segment, damaged_index_error
+from qkv.database.storage.segments import Segment, count_random_reads, damaged_index_error
 from qkv.errors import require_extra
 from qkv.util.deadline import check_deadline
 
@@ -41,12 +41,6 @@ are float16. A few rows far from all others make the steps of 8-bit codes large.
 """
 
 MAX_FLOAT16 = 6e4
-
-RELEASED_BYTES = 2**27
-"""After a search has read so many bytes of mapped codes, their memory is released."""
-
-BYTES_AROUND_LIST = 2**17
-"""The system maps up to this number of bytes before and after the codes that are read."""
 
 BOUNDS_MARGIN = 0.25
 """The bounds of the codes extend those of the sampled rows on each side by this share."""
@@ -418,11 +412,10 @@ class MergedLists:
 class MappedLists(MergedLists):
     """The same lists, with codes that stay in files, which are mapped into memory.
 
-    A search reads the codes of some lists. From time to time their memory is released.
+    A search reads the codes of some lists.
     """
 
     def _load_codes(self) -> None:
-        self._read_bytes = 0
         # FAISS cannot delete a scanner from Python, so threads borrow those that exist.
         self._free_scanners: list[Any] = []
 
@@ -506,17 +499,12 @@ class MappedLists(MergedLists):
             if end > begin:
                 assert segment.code is not None and segment.row_of_entry is not None
                 codes = segment.code[begin:end]
-                self._read_bytes += codes.nbytes + 2 * BYTES_AROUND_LIST
                 numbers = segment.row_of_entry[begin:end].astype(np.int64) + number
                 if allowed is not None:
                     is_allowed = (allowed[numbers >> 3] >> (numbers & 7) & 1).astype(bool)
                     numbers, codes = numbers[is_allowed], codes[is_allowed]
                 yield numbers, codes.view(np.uint8)
-        if self._read_bytes > RELEASED_BYTES:
-            self._read_bytes = 0
-            for segment in self.segments:
-                assert segment.file is not None
-                segment.file.release_pages()
+        count_random_reads(len(self.segments))
 
 
 def read_sample(read_vectors: ReadVectors, rows: int, count: int) -> np.ndarray:

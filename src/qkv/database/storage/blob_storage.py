@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from qkv.database.errors import unwritable_error
-from qkv.database.storage import limits, safe_open, segments
+from qkv.database.storage import safe_open, segments
 from qkv.database.storage.segments import (
     IDS_TENSOR,
     FileColumn,
@@ -119,9 +119,6 @@ class MemoryBlobStorage:
         """Return the names of all indexes."""
         return list(map(index_file, self._indexes))
 
-    def count_random_reads(self, count: int) -> None:
-        """Count reads at random positions of segments. In memory, this does nothing."""
-
     def sync_storage(self) -> None:
         """Sync the folder, so that all files survive a power loss. In memory, this does nothing."""
 
@@ -159,7 +156,6 @@ class DiskBlobStorage:
         self._folder = folder
         self._file_system = files or FileSystem()
         self._open_segments: WeakValueDictionary[str, Segment] = WeakValueDictionary()
-        self._random_reads = 0
 
     def write_segment(
         self, file: str, layout: Layout, parts: Sequence[Segment], metadata: FileMetadata
@@ -244,19 +240,6 @@ class DiskBlobStorage:
             "checksum": _checksum_of_arrays(arrays),
         }
         self._write_file(index_file(entry.file), columns, metadata)
-
-    def count_random_reads(self, count: int) -> None:
-        """Count reads at random positions of segments.
-
-        From time to time, the memory of the pages around them is released.
-        """
-        self._random_reads += count
-        if self._random_reads * limits.MAPPED_BYTES_PER_READ > limits.MAX_MAPPED_BYTES:
-            self._random_reads = 0
-            mapped = list(self._open_segments.values())
-            if sum(segment.mapped_bytes for segment in mapped) > limits.MAX_MAPPED_BYTES:
-                for segment in mapped:
-                    segment.release_pages()
 
     def read_index(self, entry: SegmentEntry, is_mapped: bool = False) -> SegmentIndexData | None:
         """Return the arrays and the metadata of a segment's index, or None if it has none.

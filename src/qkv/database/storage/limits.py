@@ -43,4 +43,7 @@ MAX_MAPPED_BYTES = 256 << 20
 """After reads at random positions have mapped so many bytes of files, their memory is released."""
 
 MAPPED_BYTES_PER_READ = 64 << 10
-"""The number of bytes that the system maps at most for one read at a random position."""
+"""The bytes that one such read counts, if the system does not say how many are in memory."""
+
+READS_PER_CHECK = 64
+"""After this number of reads at random positions, the bytes in memory are checked."""

@@ -18,6 +18,7 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -258,23 +259,18 @@ class Segment:
     ) -> None:
         self.ids, self.tensors = ids, tensors
         self.live: np.ndarray | None = None
-        self._memory, self._path = memory, path
+        self._memory, self.path = memory, path
 
     def __getitem__(self, rows: slice | np.ndarray) -> Segment:
         """Return a segment with only these rows."""
         tensors = {name: tensor[rows] for name, tensor in self.tensors.items()}
         memory = self._memory if isinstance(rows, slice) else None
-        return Segment(self.ids[rows], tensors, memory, self._path)
+        return Segment(self.ids[rows], tensors, memory, self.path)
 
     @property
     def is_mapped(self) -> bool:
         """Whether the tensors are in a file that is mapped into memory."""
         return self._memory is not None
-
-    @property
-    def mapped_bytes(self) -> int:
-        """The size of the file that is mapped into memory, or 0."""
-        return 0 if self._memory is None else len(self._memory)
 
     @property
     def is_truncated(self) -> bool:
@@ -292,7 +288,7 @@ class Segment:
 
     def damaged_error(self, what: str, make_error: MakeError | None = None) -> StoreDamagedError:
         make_error = make_error or damaged_file_error
-        return make_error(self._path or Path("a store in memory"), what)
+        return make_error(self.path or Path("a store in memory"), what)
 
     def prefetch_tensors(self, names: Collection[str]) -> None:
         """Advise the operating system that these tensors will be read next."""
@@ -317,6 +313,48 @@ class Segment:
             first = begin - begin % mmap.PAGESIZE
             if array.nbytes:
                 self._memory.madvise(getattr(mmap, advice), first, begin + array.nbytes - first)
+
+
+class _MappedSegments:
+    """The segments of this process that are mapped into memory.
+
+    A read at a random position maps all pages of a block that the system has in memory, which may
+    be 2 MiB. So reads of few rows would soon have mapped a whole store.
+    """
+
+    def __init__(self) -> None:
+        self.segments: WeakSet[Segment] = WeakSet()
+        self._reads, self._resident_bytes = 0, 0
+
+    def count_random_reads(self, count: int) -> None:
+        self._reads += count
+        if self._reads < limits.READS_PER_CHECK or not self.segments:
+            return
+        resident = _read_resident_bytes()
+        if resident is None:
+            mapped = self._reads * limits.MAPPED_BYTES_PER_READ
+        else:
+            # Other memory may have been released since.
+            self._resident_bytes = min(self._resident_bytes or resident, resident)
+            self._reads, mapped = 0, resident - self._resident_bytes
+        if mapped > limits.MAX_MAPPED_BYTES:
+            for segment in list(self.segments):
+                segment.release_pages()
+            self._reads, self._resident_bytes = 0, _read_resident_bytes() or 0
+
+
+def _read_resident_bytes() -> int | None:
+    """Return the bytes of mapped files that are in the memory of this process. Linux only."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+_MAPPED_SEGMENTS = _MappedSegments()
+count_random_reads = _MAPPED_SEGMENTS.count_random_reads
+"""Count reads at random positions of segments. From time to time, their memory is released."""
 
 
 def prefetch_segments(parts: Iterator[Segment], names: Collection[str]) -> Iterator[Segment]:
@@ -406,8 +444,17 @@ def open_segment(path: Path, entry: SegmentEntry, layout: Layout) -> Segment:
         if starts[0] or starts[-1] != len(flat) or (lengths < 0).any():
             raise damaged_file_error(path, "the row boundaries in it are invalid")
         tensors[ragged] = Ragged(flat, starts)
-    mapped = memory if isinstance(memory, mmap.mmap) else None
-    return Segment(ids, tensors, mapped, path)
+    return _build_segment(ids, tensors, memory, path)
+
+
+def _build_segment(
+    ids: np.ndarray, tensors: Tensors, memory: mmap.mmap | bytes, path: Path
+) -> Segment:
+    if not isinstance(memory, mmap.mmap):
+        return Segment(ids, tensors, None, path)
+    segment = Segment(ids, tensors, memory, path)
+    _MAPPED_SEGMENTS.segments.add(segment)
+    return segment
 
 
 def read_index_file(path: Path, is_mapped: bool = False) -> tuple[Segment, dict[str, str]]:
@@ -420,8 +467,9 @@ def read_index_file(path: Path, is_mapped: bool = False) -> tuple[Segment, dict[
     metadata = _read_header(path, memory)[0].get("__metadata__")
     if not isinstance(metadata, dict):
         raise damaged_file_error(path, "its header cannot be read")
-    mapped = memory if isinstance(memory, mmap.mmap) else None
-    return Segment(np.zeros(0, np.int64), _tensor_views(path, memory), mapped, path), metadata
+    return _build_segment(
+        np.zeros(0, np.int64), _tensor_views(path, memory), memory, path
+    ), metadata
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:

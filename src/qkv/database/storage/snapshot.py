@@ -253,10 +253,6 @@ class Snapshot(Closable):
         """Return the arrays and the metadata of a segment's index, or None if it has none."""
         return self._blob_storage.read_index(entry, is_mapped)
 
-    def count_random_reads(self, count: int) -> None:
-        """Count reads at random positions, so that their memory is released from time to time."""
-        self._blob_storage.count_random_reads(count)
-
     def exceeds_memory(self, resident: int = limits.MAX_RESIDENT_BYTES) -> bool:
         """Return whether the tensors have more than `resident` bytes."""
         return self._segment_bytes()[0] > resident

@@ -26,7 +26,7 @@ from qkv.database.query.inputs import (
     is_number_key,
 )
 from qkv.database.storage import Snapshot, limits
-from qkv.database.storage.segments import Segment
+from qkv.database.storage.segments import Segment, count_random_reads
 from qkv.database.table import cells, columns, quantization
 from qkv.database.table.column_chunk import ColumnChunk, TextCache
 from qkv.database.table.row_selection import CandidateRows, RowSelection
@@ -337,7 +337,7 @@ class TableView:
         short, fresh = self._row_cache, {}
         new = [id_ for id_ in ids if id_ not in short]
         if new:
-            self.snapshot.count_random_reads(READS_PER_RECORD * len(new))
+            count_random_reads(READS_PER_RECORD * len(new))
             if len(short) + len(new) > limits.MAX_CACHED_ROWS:
                 self._row_cache = {}
             for id_, text in zip(new, self.snapshot.read_records(new), strict=True):
@@ -664,7 +664,7 @@ class TableView:
     def read_tensor_at(self, name: str, positions: np.ndarray) -> np.ndarray:
         """Return a tensor of the rows at some positions in any order, (…, width) or (…)."""
         starts, parts, live_rows = self._located_parts
-        self.snapshot.count_random_reads(positions.size)
+        count_random_reads(positions.size)
         if len(parts) == 1:
             parts[0].check_not_truncated()
             at = positions if live_rows[0] is None else live_rows[0][positions]
