@@ -101,12 +101,20 @@ def _to_sound(word: str) -> str:
 
 
 def _count_least_edits(word: str, others: Collection[str]) -> int:
-    """Return the number of edits from a word to the most similar other one, at most its length."""
+    """Return the number of edits from a word to the most similar other one.
+
+    It is at most the length of the word, and at most the number from which no typo is likely.
+    """
     if word in others:
         return 0
-    least = len(word)
+    # More edits than this do not change the misfit.
+    least = min(len(word), math.ceil(1 + USUAL_EDITS + len(word) / LETTERS_PER_EDIT))
+    letters = set(word)
     for other in others:
-        if abs(len(other) - len(word)) < least:
+        if abs(len(other) - len(word)) >= least:
+            continue
+        # Each letter that only one of the words has needs an edit.
+        if len(letters.difference(other)) < least and len(set(other) - letters) < least:
             least = min(least, count_edits(word, other))
     return least
 
