@@ -58,6 +58,20 @@ def test_values(options: dict[str, Any], shapes: Any, dtype: Any) -> None:
     assert not isinstance(got, np.ndarray) or got.flags.writeable
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"weighting": "average"}, {"score": "constant", "weighting": weightings.Softmax(0.3)}],
+)
+def test_later_calls_average_the_values(options: dict[str, Any], shapes: Any, dtype: Any) -> None:
+    for _ in range(3):
+        arrays: Any = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        got = qkv.attend(*arrays, **options)
+        want = qkv.attend(*arrays, **options, engine="dense")
+        torch.testing.assert_close(got, want, atol=1e-2 if dtype != torch.float32 else 1e-6, rtol=0)
+
+
 def test_gradient_of_the_values() -> None:
     q, k, v = (torch.randn(2, 6, 4, requires_grad=True) for _ in range(3))
     along = torch.randn(2, 6, 4)

@@ -16,7 +16,7 @@ from qkv.frameworks import tree
 from qkv.frameworks.stored_rows import UnreadArray
 from qkv.scores import Constant
 from qkv.util.types import Array
-from qkv.weightings import Average
+from qkv.weightings import Average, Softmax
 
 NAME = "single_row"
 
@@ -52,7 +52,9 @@ def build_direct_runner(call: Call) -> Callable[..., Array] | None:
     """
     if call.wants_weights:
         return None
-    if type(call.weighting) is not Average or call.value is None or call.exceeds_float32:
+    equal = type(call.weighting) is Average
+    equal = equal or (type(call.weighting) is Softmax and isinstance(call.score, Constant))
+    if not equal or call.value is None or call.exceeds_float32:
         return None
     fw, lead, own = call.fw, call.lead, call.fw.static_shape(call.value)[:-2]
     dtype = fw.dtype_name(call.query)
