@@ -14,6 +14,7 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.engines import triton as engine
 from qkv.engines.triton import distance_arrays, row_terms
+from qkv.engines.triton.launching import tile_choice
 from qkv.engines.validation import build_call
 from tests.engines.triton.formulas import DEVICE
 
@@ -207,6 +208,20 @@ def test_a_key_at_the_edge_is_inside(name, width, dtype):
     torch.testing.assert_close(got.double(), want.double(), atol=close, rtol=0)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("weighting", ["softmax", "normalized"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_keys_at_the_edge_in_every_tile(monkeypatch, name, weighting):
+    """Pairs that are computed exactly count once, also if there are more tiles than bits."""
+    tile = tile_choice.Tile(32, 16, 16, 4, 1)
+    tiles = {"pool": tile, "split": tile, "to_queries": tile}
+    monkeypatch.setattr(tile_choice, "TILE_OVERRIDES", tiles)
+    arrays = arrays_of(17, 16 * 32 + 21, w=3, d=16, h=1, dtype=torch.float16)
+    arrays |= {x: arrays[x].round().clamp(-1, 1) for x in ("query", "key")}
+    score = WINDOWS[name](2.0)
+    compare(arrays, lambda inputs: {"score": score, "weighting": weighting})
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
@@ -308,10 +323,12 @@ def test_row_terms(rows, dtype):
     x = amid_nan(normal(2, 3, rows, 70, dtype=dtype))
     squares = row_terms.collect_row_terms(x, True)
     columns = row_terms.collect_row_terms(x, False)
-    assert squares.shape == (2, 3, 1, -(-rows // 128) * 128) and columns.shape[2] == 70
+    tiles = -(-rows // 128)
+    assert squares.shape == (2, 3, tiles * 128) and columns.shape == (2, 3, tiles, 70, 128)
     want = x.double().square().sum(-1)
-    torch.testing.assert_close(squares[:, :, 0, :rows].double(), want, rtol=1e-6, atol=0)
-    torch.testing.assert_close(columns[..., :rows], x.float().mT, rtol=0, atol=0)
+    torch.testing.assert_close(squares[:, :, :rows].double(), want, rtol=1e-6, atol=0)
+    flat = columns.mT.flatten(2, 3)[:, :, :rows]
+    torch.testing.assert_close(flat, x.float(), rtol=0, atol=0)
     out = torch.empty(2, 3, rows, 70, device=DEVICE, dtype=dtype)
     row_terms.restore_rows(columns, 2.0, out)
     torch.testing.assert_close(out, 2 * x, rtol=0, atol=0)

@@ -19,6 +19,7 @@ from qkv.engines.triton.launching.kernel_call import KernelCall, Numbers
 from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.launching.torch_operator import register_operator
+from qkv.engines.triton.tile_functions.distance import start_doubts
 from qkv.engines.triton.tile_functions.program import load_query_tile, locate_keys
 from qkv.engines.triton.tile_functions.records import Arrays
 from qkv.engines.triton.tile_functions.score_tile import (
@@ -73,7 +74,7 @@ def repair_kernel(given, out, kept, scales, steps, z, parts, F: tl.constexpr):
         lo, _, _, hi = visible_tiles(
             spot.first, spot.first + F.ROWS - 1, 0, z.upper, z.m, F.COLS, False, True
         )
-        acc, top, total = pool_tiles(
+        acc, top, total, _ = pool_tiles(
             empty_state(F, F.BLOCK_D), rows, keys, (value, F.D), scales, z, lo, hi, F, True, True
         )
         share = finish_rows(top, total, spot.line, spot.inside, None, kept, lines, F)
@@ -110,9 +111,10 @@ def repair_queries_kernel(
         lo, _, _, hi = visible_tiles(
             spot.first, spot.first + F.ROWS - 1, 0, z.upper, z.m, F.COLS, False, True
         )
-        state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero, zero)
+        none = start_doubts(F.ROWS, F)
+        state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero, zero, none)
         known = (do, top[:, None], share[:, None], middle, do, do)
-        dq, _, _, _ = accumulate_query_gradients(
+        dq, _, _, _, _ = accumulate_query_gradients(
             state, rows, keys, known, scales, z, lo, hi, F, True
         )
         dq = dq * remaining_scale(scales.scale, F)

@@ -297,6 +297,7 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
             facts["LAID"] = facts["LAID"] and facts["QUICK"]
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None
+            facts |= call.exact_tile_constexprs(facts, "COLS", True)
             arrays = (at, counts, along, centre, kept, dquery, one, two)
             sizes = (call.build_sizes(at_columns=at_columns, splits=splits, span=span), lines)
             grid = call.b * call.h * -(-call.n // own.rows) * splits
@@ -327,7 +328,7 @@ def _allocate_columns(call: KernelCall, grad: Tensor | None) -> Tensor | None:
     by_column = call.constexprs["BY_COLUMN"] and call.constexprs["SLOPED"]
     if grad is None or not by_column or call.weighting == "average":
         return None
-    return row_terms.allocate_columns(grad, call.w)
+    return row_terms.allocate_columns(grad)
 
 
 def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None = None) -> None:
@@ -366,6 +367,7 @@ def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None =
             facts["UNEVEN"] = call.n % own.rows != 0 and not facts["EDGES"]
             many = call.b * call.h * call.n > launch.MAX_INT32
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
+            facts |= call.exact_tile_constexprs(facts, "ROWS", True)
             arrays = (at, counts, along, centre, kept, *targets, ds)
             sizes = call.build_sizes(heads=call.hk, at_columns=at_columns, splits=splits, span=span)
             whole = (sizes, rows, first_pair, first_key, keys_n, lines)

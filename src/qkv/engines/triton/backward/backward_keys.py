@@ -10,11 +10,20 @@ import triton.language as tl
 from qkv.engines.triton.sparse.support_lists import LIST_TILE, has_list
 from qkv.engines.triton.tile_functions import score_tile, tiles
 from qkv.engines.triton.tile_functions.distance import (
+    SUMMING_COLUMNS,
     add_column_gradients,
+    add_row_sums,
     apply_distance_form,
     clear_column_sums,
+    find_doubts,
     finish_product_gradient,
+    leave_out_unsure,
+    locate_columns,
     locate_terms,
+    mark_doubts,
+    next_doubts,
+    start_doubts,
+    tiles_per_bit,
 )
 from qkv.engines.triton.tile_functions.program import (
     align_strides,
@@ -29,12 +38,11 @@ from qkv.engines.triton.tile_functions.tanh import (
     is_disabled,
     load_units,
     locate_side,
-    padded_rows,
 )
 from qkv.engines.triton.tile_functions.tiles import LN2, jit_kernel
 
 KeyTile = namedtuple(
-    "KeyTile", "base offset held v j at bias b end stored line first width terms room near"
+    "KeyTile", "base offset held v j at bias b end stored line first width terms near"
 )
 """A tile of keys, as rows.
 
@@ -43,12 +51,12 @@ KeyTile = namedtuple(
 - (COLS, 1) each: j position, at offset in the mask array, bias, b gate half.
 - end: keys from here on do not count. stored: which keys are written. line: their rows in `ds`.
 - first: the first key.
-- terms, room, near: those of `records.QueryTile`.
+- terms, near: those of `records.QueryTile`.
 """
 
 
 QueryRange = namedtuple(
-    "QueryRange", "base step along line pairs lane member at top middle side terms room"
+    "QueryRange", "base step along line pairs lane member at top middle side terms source squares"
 )
 """The queries of one head, as columns: pointers to φ, ∂L/∂out, the rows' statistics and the mask
 array; the lane and the index in its group (member); the list of tiles (at); with LINED, descriptors
@@ -56,18 +64,24 @@ of top and centre; a `tanh.UnitSide`; and the terms of `records.KeyRange`."""
 
 
 @triton.jit
-def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
+def accumulate_key_gradients(
+    state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr, EXACT: tl.constexpr = 0
+):
     """Return the gradients of a tile of keys after tiles lo … hi of one head's queries.
 
-    `call` holds what all programs share, and the output of score gradients.
+    `call` holds what all programs share, and the output of score gradients. EXACT is that of
+    `forward.pool_tiles`.
     """
-    dk, dv, dbias, dgate = state
+    dk, dv, dbias, dgate, doubts = state
     given, back, ds_out, scales, steps = call
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not (F.QUICK or F.SKIPS_PAIRS))
     b = head.lane // z.hashed
     h = head.lane % z.hashed
-    for t in tl.range(lo, hi):
+    shift = 0
+    if EXACT == 1:
+        shift = tiles_per_bit(hi - lo)
+    for t in tl.range(lo, hi, num_stages=1 if EXACT == 2 else None):
         start, near = tile_positions(t, head.at, F.ROWS, F)
         i = (start + near)[None, :]
         here = near
@@ -118,10 +132,12 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
                     x, scales.scale, own.bias, a[None, :], own.b, cap[None, :], F.BASE, F
                 )
             else:
-                gated, bend = apply_distance_form(
-                    x, own, head, start, here, cap[None, :], scales, F.BASE, F
+                gated, bend, sure = apply_distance_form(
+                    x, own, head, start, here, cap[None, :], scales, F.BASE, F, EXACT
                 )
                 steep = gated
+                if EXACT == 1:
+                    doubts = mark_doubts(doubts, sure, (t - lo) >> shift)
             s = score_tile.modify_scores(gated, b, h, i, own.j, given, scales.times, z, F)
             peak = top[None, :]
             if QUICK:
@@ -132,6 +148,8 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
                 s, own.j, live, peak, share[None, :], row_a[None, :], row_b[None, :],
                 scales.alpha, F, RULED,
             )  # fmt: skip
+            if EXACT:
+                p, lean = leave_out_unsure(p, lean, sure, EXACT)
             if F.ALONG:
                 there = head.along + (start + here)[None, :] * tl.cast(steps.a_n, tl.int64)
                 there += tl.minimum(own.j, z.m - 1) if MASKED else own.j
@@ -145,6 +163,8 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
             if F.DROP:
                 dp = dp * keep
             ds = score_tile.score_gradients(p, lean, dp, middle[None, :], share[None, :], F)
+            if EXACT and not F.VANISHES:
+                ds, _ = leave_out_unsure(ds, ds, sure, EXACT)
             ds = score_tile.modified_gradients(ds, gated, b, h, i, own.j, given, scales.times, z, F)
             logit, _, ds = score_tile.product_gradients(
                 ds, live, gated, steep, bend, scales.scale, F, RULED
@@ -157,7 +177,8 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
                 add_unit_gradients(ds_out, None, ds, own.held, q, F, False)
             elif F.BY_COLUMN:
                 if F.SLOPED:
-                    add_column_gradients(ds_out, ds, own, head, start + here, F)
+                    there = locate_columns(start, here, F, F.LISTED == 2)
+                    add_column_gradients(ds_out, ds, own, head, there, F)
             elif F.WIDE and F.SLOPED:
                 spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
                 spot += (head.member * steps.o_n + start + near)[None, :]
@@ -170,10 +191,10 @@ def accumulate_key_gradients(state, own, head, call, z, lo, hi, F, MASKED: tl.co
                 if RULED:
                     q = tl.where(tiles.is_finite(q), q, 0.0)
                 ds = ds.to(q.dtype)
-                if F.WINDOW:  # of the rounded gradients, so that Σ g (q − k) has no other error
-                    dbias += tl.sum(ds.to(tl.float32), 1)
+                if F.WINDOW:
+                    dbias = add_row_sums(dbias, ds, F)
                 dk = tl.dot(ds, q, dk, input_precision=F.PRECISION)
-    return dk, dv, dbias, dgate
+    return dk, dv, dbias, dgate, doubts
 
 
 @triton.jit
@@ -183,8 +204,9 @@ def zero_key_gradients(F):
     return (
         tl.zeros((F.COLS, HELD), dtype=tl.float32),
         tl.zeros((F.COLS, F.BLOCK_D), dtype=tl.float32),
+        tl.zeros((F.COLS, SUMMING_COLUMNS) if F.WINDOW else (F.COLS,), dtype=tl.float32),
         tl.zeros((F.COLS,), dtype=tl.float32),
-        tl.zeros((F.COLS,), dtype=tl.float32),
+        start_doubts(F.COLS, F),
     )
 
 
@@ -214,13 +236,12 @@ def locate_queries(given, back, listing, pair, g, first, steps, z, F):
         top = tl.make_tensor_descriptor(back.kept, [back.lines], [1], [F.ROWS])
         middle = tl.make_tensor_descriptor(back.centre, [back.lines], [1], [F.ROWS])
     terms = query
-    room = 0
     if F.TERMS:
-        room = padded_rows(z.n, F)
         terms = locate_terms(given.query_terms, lane, z.n, F)
     side = query
     if F.TANH:
         side = locate_side(given.ea, given.peak_a, given.v, lane, z.n, F)
+    source = query
     query = tiles.make_descriptor(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA)
     if F.ALONG:
         along = back.along + batch * steps.a_b + head * steps.a_h
@@ -229,7 +250,20 @@ def locate_queries(given, back, listing, pair, g, first, steps, z, F):
         along = back.along + lane * z.n * F.D
         along = tiles.make_descriptor(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
     return QueryRange(
-        query, q_n, along, lane * z.n, pairs, lane, g, listing, top, middle, side, terms, room
+        query,
+        q_n,
+        along,
+        lane * z.n,
+        pairs,
+        lane,
+        g,
+        listing,
+        top,
+        middle,
+        side,
+        terms,
+        source,
+        terms,
     )
 
 
@@ -280,9 +314,9 @@ def backward_keys_kernel(
     elif not F.WIDE and F.WEIGHTING != "average":
         k = tiles.load_rows(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
     terms = j
-    room = 0
+    near_terms = first + here
     if F.TERMS:
-        room = padded_rows(z.m, F)
+        near_terms = locate_columns(first, here, F, False)
         terms = locate_terms(given.key_terms, pair, z.m, F)
         if F.WINDOW:
             terms = tl.load(terms + first + here)[:, None]
@@ -326,7 +360,7 @@ def backward_keys_kernel(
     key = tiles.make_descriptor(key, z.m - first, k_m, F.W, F.COLS, F.BLOCK_W, FLAT)
     own = KeyTile(
         key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first,
-        tiles.load_width(given.width, F), terms, room, first + here,
+        tiles.load_width(given.width, F), terms, near_terms,
     )  # fmt: skip
     back = score_tile.SavedRows(along, centre, kept, tl.cast(lines, tl.int64))
     call = (given, back, ds, scales, steps)
@@ -349,13 +383,26 @@ def backward_keys_kernel(
         if (F.UPPER or F.SPANS) and not F.TILED and not F.EDGES:
             state = accumulate_key_gradients(state, own, queries, call, z, lo, inner_lo, F, True)
         if not F.EDGES:
+            EXACT: tl.constexpr = 1 if F.FEW is not None else 0
             state = accumulate_key_gradients(
-                state, own, queries, call, z, inner_lo, inner_hi, F, False
+                state, own, queries, call, z, inner_lo, inner_hi, F, False, EXACT
             )
+            if EXACT:
+                bits = find_doubts(state[4])
+                shift = tiles_per_bit(inner_hi - inner_lo)
+                SHARE: tl.constexpr = F.ROWS // F.FEW.ROWS
+                few = locate_queries(given, back, at, pair, g, first, steps, z, F.FEW)
+                while bits != 0:
+                    begin, stop, bits = next_doubts(bits, shift, inner_lo, inner_hi)
+                    state = accumulate_key_gradients(
+                        state, own, few, call, z, begin * SHARE, stop * SHARE, F.FEW, False, 2
+                    )
+                dk, dv, db, dg, _ = state
+                state = (dk, dv, db, dg, start_doubts(F.COLS, F))
         ENDS: tl.constexpr = F.LOWER or F.SPANS or F.UNEVEN or F.TILED or F.EDGES
         if ENDS or (F.CUT and not F.UPPER):
             state = accumulate_key_gradients(state, own, queries, call, z, inner_hi, hi, F, True)
-    dk, dv, db, dg = state
+    dk, dv, db, dg, _ = state
     if F.QUICK:
         good = (
             score_tile.is_all_finite(dk)
@@ -368,7 +415,7 @@ def backward_keys_kernel(
             for g in tl.range(0, z.group):
                 queries = locate_queries(given, back, at, pair, g, first, steps, z, F)
                 state = accumulate_key_gradients(state, own, queries, call, z, lo, hi, F, True)
-            dk, dv, db, dg = state
+            dk, dv, db, dg, _ = state
     line = tl.cast(pair, tl.int64) * z.m + first + near
     if F.SPLIT:
         line += tl.cast(part, tl.int64) * parts_lines
@@ -378,6 +425,8 @@ def backward_keys_kernel(
         tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < F.D))
     if F.WEIGHTING != "average":
         if not F.WIDE:
+            if F.WINDOW:
+                db = tl.sum(db, 1) * (1 / SUMMING_COLUMNS)
             dk = finish_product_gradient(dk, k, db, scales, F)
             dk = dk * score_tile.remaining_scale(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]

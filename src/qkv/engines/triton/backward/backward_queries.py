@@ -7,16 +7,28 @@ import triton.language as tl
 
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.distance import (
+    SUMMING_COLUMNS,
     add_column_gradients,
+    add_row_sums,
+    apply_distance_form,
     clear_column_sums,
+    find_doubts,
     finish_product_gradient,
+    leave_out_unsure,
+    locate_columns,
+    mark_doubts,
+    next_doubts,
+    start_doubts,
+    tiles_per_bit,
 )
 from qkv.engines.triton.tile_functions.program import (
+    align_strides,
     begin_row_program,
     compute_product,
     compute_tile_scores,
     is_skipped,
     load_mask_tile,
+    locate_keys,
 )
 from qkv.engines.triton.tile_functions.score_tile import (
     SavedRows,
@@ -35,20 +47,33 @@ from qkv.engines.triton.tile_functions.tiles import LN2, PARTIAL_SUM_COLUMNS, ji
 
 
 @triton.jit
-def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.constexpr):
+def accumulate_query_gradients(
+    state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.constexpr, EXACT: tl.constexpr = 0
+):
     """Return the gradients of a tile of queries after tiles lo … hi of the keys.
 
     `back` holds ∂L/∂out (ROWS, d), top, share and centre (ROWS, 1); with TANH also pointers to the
-    sums per unit, to which gradients are added.
+    sums per unit, to which gradients are added. EXACT is that of `forward.pool_tiles`.
     """
-    dq, one, two, lean_keys = state
+    dq, one, two, lean_keys, doubts = state
     do, top, share, middle, slopes, along = back
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not (F.QUICK or F.SKIPS_PAIRS))
-    for t in tl.range(lo, hi):
+    shift = 0
+    if EXACT == 1:
+        shift = tiles_per_bit(hi - lo)
+    for t in tl.range(lo, hi, num_stages=1 if EXACT == 2 else None):
         start, j, here, live, extra = load_mask_tile(t, rows, keys, scales.times, z, F, MASKED)
         x, k = compute_product(rows, keys, start, here, F)
-        gated, steep, bend = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
+        if EXACT:
+            gated, bend, sure = apply_distance_form(
+                x, rows, keys, start, here, rows.cap, scales, F.BASE, F, EXACT
+            )
+            steep = gated
+            if EXACT == 1:
+                doubts = mark_doubts(doubts, sure, (t - lo) >> shift)
+        else:
+            gated, steep, bend = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
         s = modify_scores(gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
         peak = top
         if QUICK:
@@ -58,6 +83,8 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
         p, lean = tile_weights(
             s, j, live, peak, share, rows.row_a, rows.row_b, scales.alpha, F, RULED
         )
+        if EXACT:
+            p, lean = leave_out_unsure(p, lean, sure, EXACT)
         if F.ALONG:
             dp = tl.load(do + start + here[None, :]).to(tl.float32) * scales.share
         else:
@@ -80,6 +107,8 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
             lean_keys = tl.dot(lean.to(k.dtype), k, lean_keys, input_precision=F.PRECISION)
         else:
             ds = score_gradients(p, lean, dp, middle, share, F)
+            if EXACT and not F.VANISHES:
+                ds, _ = leave_out_unsure(ds, ds, sure, EXACT)
             ds = modified_gradients(
                 ds, gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F
             )
@@ -92,15 +121,16 @@ def accumulate_query_gradients(state, rows, keys, back, scales, z, lo, hi, F, MA
                 add_unit_gradients(slopes, along, ds, rows.held, k, F, True)
             elif F.BY_COLUMN:
                 if F.SLOPED:
-                    add_column_gradients(slopes, ds, rows, keys, start + here, F)
+                    there = locate_columns(start, here, F, F.LISTED == 2)
+                    add_column_gradients(slopes, ds, rows, keys, there, F)
             elif F.SLOPED and not F.WIDE:
                 if RULED:
                     k = tl.where(tiles.is_finite(k), k, 0.0)
                 ds = ds.to(k.dtype)
-                if F.WINDOW:  # of the rounded gradients, so that Σ g (q − k) has no other error
-                    one += tl.sum(ds.to(tl.float32), 1)[:, None]
+                if F.WINDOW:
+                    one = add_row_sums(one, ds, F)
                 dq = tl.dot(ds, k, dq, input_precision=F.PRECISION)
-    return dq, one, two, lean_keys
+    return dq, one, two, lean_keys, doubts
 
 
 @jit_kernel
@@ -141,7 +171,7 @@ def backward_queries_kernel(
     back = (do, top[:, None], share[:, None], middle, slopes, ones)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
     PARTS: tl.constexpr = (
-        PARTIAL_SUM_COLUMNS if F.CENTRE > 0 else 1
+        PARTIAL_SUM_COLUMNS if F.CENTRE > 0 else (SUMMING_COLUMNS if F.WINDOW else 1)
     )  # of sums: those of a gate spill in parts
     LEAN_COLUMNS: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
     state = (
@@ -149,26 +179,41 @@ def backward_queries_kernel(
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, LEAN_COLUMNS), dtype=tl.float32),
+        start_doubts(F.ROWS, F),
     )
     if (F.LOWER or F.SPANS) and not F.TILED and not F.EDGES:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, lo, inner_lo, F, True
         )
     if not F.EDGES:
+        EXACT: tl.constexpr = 1 if F.FEW is not None else 0
         state = accumulate_query_gradients(
-            state, rows, keys, back, scales, z, inner_lo, inner_hi, F, False
+            state, rows, keys, back, scales, z, inner_lo, inner_hi, F, False, EXACT
         )
+        if EXACT:
+            SHARE: tl.constexpr = F.COLS // F.FEW.COLS
+            few = locate_keys(
+                given, None, 0, align_strides(steps, F), spot.batch, spot.shared, z, F.FEW
+            )
+            bits = find_doubts(state[4])
+            shift = tiles_per_bit(inner_hi - inner_lo)
+            while bits != 0:
+                first, last, bits = next_doubts(bits, shift, inner_lo, inner_hi)
+                state = accumulate_query_gradients(
+                    state, rows, few, back, scales, z, first * SHARE, last * SHARE, F.FEW,
+                    False, 2,
+                )  # fmt: skip
     if F.QUICK:
-        dq, one, two, lean_keys = state
+        dq, one, two, lean_keys, doubts = state
         good = is_all_finite(dq) & is_all_finite(one) & is_all_finite(two)
         dq = tl.where(good, dq, 0.0)
-        state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lean_keys)
+        state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lean_keys, doubts)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
     if F.UPPER or F.SPANS or F.CUT or F.TILED or F.EDGES or F.QUICK:
         state = accumulate_query_gradients(
             state, rows, keys, back, scales, z, inner_hi, hi, F, True
         )
-    dq, one, two, lean_keys = state
+    dq, one, two, lean_keys, _ = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
     lean = one
     if F.SINK:  # the sink has no value, so its ∂L/∂α is 0
@@ -208,6 +253,8 @@ def backward_queries_kernel(
             two = two / tl.where(cap == 0, 1.0, cap)
             tl.store(two_out + line, two, mask=spot.inside)
         if not F.WIDE:
+            if F.WINDOW:
+                one = one * (1 / SUMMING_COLUMNS)
             dq = finish_product_gradient(dq, rows.held, one, scales, F)
             dq = dq * remaining_scale(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]

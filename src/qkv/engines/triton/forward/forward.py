@@ -19,13 +19,25 @@ from qkv.engines.triton.launching.launch_replay import replay_launches
 from qkv.engines.triton.launching.tile_choice import Tile
 from qkv.engines.triton.sparse import best_value
 from qkv.engines.triton.tile_functions import tiles
+from qkv.engines.triton.tile_functions.distance import (
+    apply_distance_form,
+    bounded_window_weights,
+    find_doubts,
+    mark_doubts,
+    next_doubts,
+    start_doubts,
+    tiles_per_bit,
+    window_square,
+)
 from qkv.engines.triton.tile_functions.program import (
     align_stride,
+    align_strides,
     begin_row_program,
     compute_product,
     compute_tile_scores,
     is_skipped,
     load_mask_tile,
+    locate_keys,
     locate_tile,
     rows_per_lane,
 )
@@ -49,13 +61,17 @@ from qkv.util.caches import memoize
 
 @triton.jit
 def pool_tiles(
-    state, rows, keys, some, scales, z, lo, hi, F, MASKED: tl.constexpr, CAREFUL: tl.constexpr
-):
-    """Return the state of the rows (pooled values, top, total) after tiles lo … hi of the keys.
+    state, rows, keys, some, scales, z, lo, hi, F,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, EXACT: tl.constexpr = 0,
+):  # fmt: skip
+    """Return the state of the rows after tiles lo … hi of the keys.
 
-    CAREFUL ignores NaN in excluded values, and pools only `some` columns: (pointer, count).
+    The state is the pooled values, top, total, and the bits of `distance.mark_doubts`. CAREFUL
+    ignores NaN in excluded values, and pools only `some` columns: (pointer, count). With EXACT = 1,
+    pairs of a window whose score is not certain are left out and marked. With EXACT = 2, only those
+    pairs are added.
     """
-    acc, top, total = state
+    acc, top, total, doubts = state
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not (F.QUICK or F.SKIPS_PAIRS))
     ADDED: tl.constexpr = F.FOLD and F.PAIRS == 2
     scale = scales.scale
@@ -66,7 +82,13 @@ def pool_tiles(
     # FLAT: one loop over tiles and chunks, so that the next tile loads meanwhile. The CAREFUL loop
     # is rare; without stages it compiles faster.
     FLAT: tl.constexpr = F.WIDE and F.TMA and not CAREFUL
-    STAGES: tl.constexpr = 1 if CAREFUL else None
+    STAGES: tl.constexpr = 1 if CAREFUL or EXACT == 2 else None
+    shift = 0
+    if EXACT == 1:
+        shift = tiles_per_bit(hi - lo)
+    low = scale
+    if F.BOUNDED:
+        low = tl.exp2(0.0 - scale)
     tied = 0
     if F.WEIGHTING == "topk":
         tied = tl.max((rows.row_b != LAST_POSITION).to(tl.int32))
@@ -78,7 +100,19 @@ def pool_tiles(
             total += tl.sum(p, 1)
         else:
             x, y = compute_product(rows, keys, far, here, F)
-            if F.FOLD:
+            if EXACT and F.BOUNDED:
+                square, sure = window_square(
+                    x, rows, keys, start, here, scales.square_scale, F, EXACT
+                )
+                p = bounded_window_weights(square, low, scales.scale, F, EXACT)
+                if EXACT == 1:
+                    doubts = mark_doubts(doubts, sure, (t - lo) >> shift)
+                    p = p * sure
+                else:
+                    p = tl.where(sure > 0.0, 0.0, p)
+                if RULED:
+                    p = tl.where(live, p, 0.0)
+            elif F.FOLD:
                 factor = scales.scale
                 if ADDED:
                     x = x * scale + extra
@@ -88,7 +122,16 @@ def pool_tiles(
                 base = tl.where(new == NEG_INFINITY, 0.0, new)
                 p = tiles.fast_exp2(s * factor - base[:, None], F.FAST)
             else:
-                s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
+                if EXACT:
+                    s, _, sure = apply_distance_form(
+                        x, rows, keys, start, here, rows.cap, scales, F.BASE, F, EXACT
+                    )
+                    if EXACT == 1:
+                        doubts = mark_doubts(doubts, sure, (t - lo) >> shift)
+                    own = (sure > 0.0) == (EXACT == 1)
+                    live = live & own if RULED else own
+                else:
+                    s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
                 if F.SQUARES:
                     wide = y.to(tl.float32)
                     s += tl.sum(wide * wide, 1)[None, :] * (scales.square_scale * F.BASE)
@@ -98,20 +141,26 @@ def pool_tiles(
                 if F.EXPONENTIAL:
                     if F.WEIGHTING == "topk":
                         s = keep_top_k(s, j, rows.row_a, rows.row_b, tied)
-                    if RULED:
+                    if RULED or EXACT:
                         s = tl.where(live, s, NEG_INFINITY)
-                    if F.WEIGHTING == "topk":  # compared in base e, like the thresholds
+                    if F.BOUNDED:
+                        base = tl.zeros((F.ROWS,), tl.float32) + scales.scale
+                    elif F.WEIGHTING == "topk":  # compared in base e, like the thresholds
                         new = tl.maximum(top, tl.max(s, 1) * LOG2E)
                         s = s * LOG2E
                     else:
                         new = tl.maximum(top, tl.max(s, 1))
-                    base = tl.where(new == NEG_INFINITY, 0.0, new)
+                    if not F.BOUNDED:
+                        base = tl.where(new == NEG_INFINITY, 0.0, new)
                     p = tiles.fast_exp2(s - base[:, None], F.FAST)
                 else:
                     p, _ = tile_weights(
-                        s, j, live, 0.0, 1.0, rows.row_a, rows.row_b, scales.alpha, F, RULED
-                    )
-            if F.EXPONENTIAL:
+                        s, j, live, 0.0, 1.0, rows.row_a, rows.row_b, scales.alpha, F,
+                        RULED or EXACT > 0,
+                    )  # fmt: skip
+            if F.BOUNDED:
+                total += tl.sum(p, 1)
+            elif F.EXPONENTIAL:
                 fade = tl.exp2(top - base)
                 total = total * fade + tl.sum(p, 1)
                 acc = acc * fade[:, None]
@@ -138,7 +187,7 @@ def pool_tiles(
             if F.CODES:
                 v = v.to(rows.held.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=F.PRECISION)
-    return acc, top, total
+    return acc, top, total, doubts
 
 
 @triton.jit
@@ -148,6 +197,7 @@ def empty_state(F, WIDTH: tl.constexpr):
         tl.zeros((F.ROWS, WIDTH), dtype=tl.float32),
         tl.full((F.ROWS,), NEG_INFINITY, dtype=tl.float32),
         tl.zeros((F.ROWS,), dtype=tl.float32),
+        start_doubts(F.ROWS, F),
     )
 
 
@@ -168,16 +218,34 @@ def pool_kernel(
     if (F.LOWER or F.SPANS) and not F.TILED and not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
     if not F.EDGES:
-        state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
+        EXACT: tl.constexpr = 1 if F.FEW is not None else 0
+        state = pool_tiles(
+            state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False, EXACT
+        )
+        if EXACT:
+            bits = find_doubts(state[3])
+            shift = tiles_per_bit(inner_hi - inner_lo)
+            SHARE: tl.constexpr = F.COLS // F.FEW.COLS
+            few = locate_keys(
+                given, None, 0, align_strides(steps, F), spot.batch, spot.shared, z, F.FEW
+            )
+            while bits != 0:
+                first, last, bits = next_doubts(bits, shift, inner_lo, inner_hi)
+                state = pool_tiles(
+                    state, rows, few, 0, scales, z, first * SHARE, last * SHARE, F.FEW,
+                    False, False, 2,
+                )  # fmt: skip
     if F.QUICK:
-        acc, top, total = state
+        acc, top, total, doubts = state
         good = tl.max((tiles.is_finite(total) == 0).to(tl.int32), 0) == 0
         acc = tl.where(good, acc, 0.0)
-        state = (acc, tl.where(good, top, NEG_INFINITY), tl.where(good, total, 0.0))
+        state = (acc, tl.where(good, top, NEG_INFINITY), tl.where(good, total, 0.0), doubts)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
     if F.UPPER or F.SPANS or (F.CUT and not F.ENDED) or F.TILED or F.EDGES or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
-    acc, top, total = state
+    acc, top, total, _ = state
+    if F.BOUNDED:
+        top = tl.zeros((F.ROWS,), tl.float32) + scales.scale
     line = spot.line
     rows_n = rows_per_lane(z, F)
     lanes = tl.num_programs(0) // ((rows_n + F.ROWS - 1) // F.ROWS * z.splits)
@@ -203,7 +271,7 @@ def pool_kernel(
         value = given.value + spot.batch * steps.v_b + spot.shared * steps.v_h
         for first in tl.range(0, F.D, FEW):
             some = (value + first, F.D - first)
-            seen, _, _ = pool_tiles(
+            seen, _, _, _ = pool_tiles(
                 empty_state(F, FEW), rows, keys, some, scales, z, lo, hi, F, True, True
             )
             store_rows(seen, share, out + first, there, spot.inside, F.D - first)
@@ -362,6 +430,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
                 # A bias of −∞ beyond the last key, where TMA loads 0, needs only one loop.
                 cut = call.lengths is not None or not facts["TMA"]
                 facts |= {"ENDED": True, "CUT": cut}
+            facts |= call.exact_tile_constexprs(facts, "COLS")
             sizes = call.build_sizes(
                 heads=lanes // call.b, rows_n=rows, at_columns=at_columns, splits=splits, span=span
             )

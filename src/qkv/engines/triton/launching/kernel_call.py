@@ -24,6 +24,7 @@ from qkv.engines.triton.tile_functions.records import (
     Scales,
     Sizes,
     Strides,
+    intern_constexprs,
 )
 from qkv.util.caches import memoize
 
@@ -33,6 +34,9 @@ FORMS = ("product", *WINDOWS, "laplace", "exact", "constant")
 """Kinds of scores: a dot product, or one of `tile_functions.distance`."""
 FLAT_FORMS = ("boxcar", "exact", "constant")
 """The forms of scores that are piecewise constant."""
+MAX_BOUNDED_SCORE = 8.0
+"""The largest score in base 2 up to which weights of 2^(score − MAX_BOUNDED_SCORE) keep their
+digits in 16 bits."""
 PADDED_ROWS = 128
 """The terms per row of a distance are padded to a multiple of this."""
 
@@ -187,7 +191,9 @@ class KernelCall:
         self.has_product = self.form == "product" or self.form in WINDOWS
         even, unit = self._row_alignment(), 16 // self.query.element_size()
         plain = self.form == "product"
-        self.can_use_descriptors = plain and launch.has_tma(self.query.device) and even > 0
+        self.can_use_descriptors = (
+            self.has_product and launch.has_tma(self.query.device) and even > 0
+        )
         quick = plain and not (numbers.cap or self.functions or self.tile_lists.is_possible)
         quick = quick and not numbers.adds_squares
         self.float_mask_bytes = self._measure_float_mask(numbers.times) if quick else 0
@@ -202,6 +208,7 @@ class KernelCall:
         own |= {"SINK": 0 if numbers.sink is None else 1 + per_row}
         own |= {"CODES": arrays.key_scales is not None}
         own["ROW_PAIRS"] = self._shares_mask_row()
+        own["BOUNDED"] = self._has_bounded_scores(numbers)
         self.constexprs = facts | own | _form_constexprs(self.form, self.w)
         if self.constexprs["BY_COLUMN"]:
             self.constexprs["BLOCK_D"] = max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS)
@@ -218,6 +225,13 @@ class KernelCall:
     def _row_strides(self, x: Tensor) -> tuple[int, ...]:
         """Return the strides of keys or values by batch, head and row; of a pool only by row."""
         return (0, 0, x.stride(2)) if self.page_rows else x.stride()[:3]
+
+    def _has_bounded_scores(self, numbers: Numbers) -> bool:
+        """Return whether softmax needs no largest score: 0 … scale holds all, and is short."""
+        if numbers.weighting != "softmax" or numbers.form not in WINDOWS:
+            return False
+        others = (self.caps, self.pairs, self.functions)
+        return all(x is None for x in others) and 0 <= self.scales.scale <= MAX_BOUNDED_SCORE
 
     @property
     def column_factor(self) -> float:
@@ -286,6 +300,8 @@ class KernelCall:
                 name, rows
             )
         window = self.constexprs["WINDOW"]
+        if window and name == "pool" and size == 2 and max(self.w, self.d) <= 64:
+            return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.WINDOW_POOL_TILE
         tile = tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_tile(
             name, self.w, self.d, size, rows, self.is_plain_product, banded, self.pairs is not None,
             self.gate_key is not None or window or self.constexprs["HAS_MOD"],
@@ -345,6 +361,26 @@ class KernelCall:
             and self.can_use_descriptors
             and is_tma_readable(self.pairs),
         }
+
+    def exact_tile_constexprs(
+        self, facts: dict[str, Any], side: str, learns: bool = False
+    ) -> dict[str, Any]:
+        """Return `F.FEW`, the constants of the loop that computes Σ (q − k)² of a window.
+
+        Its tile has fewer rows of the `side` that the loop runs over. It is None where each tile is
+        compared, which is faster for the gradients of other windows than the triangular one.
+        """
+        if not facts["WINDOW"] or facts["WIDE"] or facts["WEIGHTING"] == "average":
+            return {"TMA": facts["TMA"] and not facts["WINDOW"]}
+        if facts["TILED"] or facts["EDGES"] or facts["LISTED"]:
+            return {}
+        if learns and self.form != "triangular":
+            return {}
+        few = {side: tile_choice.EXACT_TILE_COLUMNS, "TMA": False}
+        if side == "COLS":
+            facts = facts | {"LINED": facts["TMA"]}
+            few["LINED"] = False
+        return {"LINED": facts["LINED"], "FEW": intern_constexprs(facts | few)}
 
     def split_loop(self, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
         return launch.split_loop(self.query.device, programs, rows, block, waves)
@@ -468,7 +504,10 @@ def _base_constexprs(
         "PAIRS": pairs,
         **dict.fromkeys(("TANH", "LISTED"), 0),
         **dict(zip(("LOWER", "UPPER", "BIAS", "GATE", "LAYOUT", "DROP"), known, strict=True)),
-        **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID"), False),
+        **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID", "LINED"), False),
+        "FEW": None,
+        # Where no weight is, no score has a gradient.
+        "VANISHES": weighting not in ("normalized", "raw"),
         **dict.fromkeys(("HAS_RULE", "HAS_MOD", "TILED", "SKIPS_PAIRS"), False),
         **dict.fromkeys(("RULE", "MOD", "MOD_GRADIENT"), None),
         "EXPONENTIAL": weighting in ("softmax", "topk"),

@@ -14,6 +14,8 @@ MAX_FORWARD_TILE_WIDTH = 256
 """The widest φ that a forward tile holds at once; a wider one is read in chunks."""
 MAX_BACKWARD_TILE_WIDTH = 128
 """The widest φ that a backward tile holds at once. Such a tile also holds the gradients."""
+EXACT_TILE_COLUMNS = 16
+"""Columns of a tile that sums (q − k)². A thread needs registers for their addresses."""
 MAX_PACKED_ROWS = 64
 """The most query rows, over all heads that share the keys, that one tile stacks."""
 
@@ -56,6 +58,8 @@ FLOAT_MASK_TILES = {
 }
 """Tiles of the fast path for float masks (`F.QUICK`), for mask elements of 2 and of 4 bytes and
 widths up to 64."""
+WINDOW_POOL_TILE = Tile(64, 128, 64, 4, 2, uses_descriptors=True, registers=168)
+"""The tile of the output of windows in 16 bits, for widths up to 64."""
 SHRUNK_TILES: dict[tuple[Any, ...], Tile] = create_table("triton.shrunk_tiles")
 """The smaller tile that replaces one which does not fit into the device's shared memory."""
 
@@ -142,15 +146,12 @@ def choose_tile(
 def choose_column_tile(name: str, rows: int) -> Tile:
     """Return the tile of a pass that compares rows column by column.
 
-    Each thread has one row. For each column it reads one number of this row, and the numbers of the
-    other rows 16 bytes at a time. So four fifths of its instructions are additions. The pass
-    "search" needs a tile of 64 rows.
+    Threads have the pairs that a product of the matrix units would give them: two rows and a
+    quarter of the columns. The pass "search" needs a tile of 64 rows.
     """
     if name == "split":
         return Tile(max(16, next_power_of_2(min(rows, MAX_PACKED_ROWS))), 64, 16, 4, 1)
-    if name == "search":
-        return Tile(64, 64, 16, 4, 1)
-    return Tile(64, 128, 16, 4, 1) if name == "to_keys" else Tile(128, 64, 16, 4, 1)
+    return Tile(64, 64, 16, 4, 1, registers=None if name == "to_queries" else 128)
 
 
 def shrink_tile(tile: Tile) -> Tile:

@@ -47,6 +47,7 @@ from qkv.engines.triton.tile_functions.tiles import (
     apply_rule,
     exceeds,
     fold_columns,
+    fold_maxima,
     jit_kernel,
     live_pairs,
 )
@@ -95,19 +96,23 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
     x, _ = compute_product(rows, keys, locate_tile(start, keys, z, F), here, F)
     s, _, _ = compute_tile_scores(x, rows, keys, start, here, scales, scales.share, F)
     s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
+    partial = (t < edges[1]) | (t >= edges[2])
     if F.PAIRS:
-        live = live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
-        live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
+        inside = j
         if F.LAID:
             read = rows.pairs.load([rows.at, start])
         else:
+            inside = live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
             there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
-            read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=live, other=0)
-        extra, live = apply_mask_array(read, live, scales.times, F, True)
+            read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=inside, other=0)
+        extra, counts = apply_mask_array(read, inside, scales.times, F, False, True)
         if F.PAIRS == 2:
+            counts = extra > NEG_INFINITY
             s = s + extra
-        s = tl.where(live, s, NEG_INFINITY)
-    elif (t < edges[1]) | (t >= edges[2]):
+        s = tl.where(counts, s, NEG_INFINITY)
+        # A descriptor reads 0 outside of the array.
+        partial = partial | F.HAS_RULE | F.LAYOUT
+    if partial:
         live = live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
         live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
         s = tl.where(live, s, NEG_INFINITY)
@@ -468,7 +473,8 @@ def _count_fitting_columns(equal, max_ties):
 
 @triton.jit
 def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
-    """Return the three largest scores of every column, and the number of scores of each row.
+    """Return the three largest scores of every column, the largest other score of each row (or a
+    bound of it), and the number of scores of each row.
 
     A column is every COLS-th score, so the peaks are (ROWS, COLS). With a cut, they are the largest
     that are not above it, and the number is of the scores above it. Without one, the number is of
@@ -479,6 +485,7 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
     first = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     second = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     third = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    hidden = tl.full((F.ROWS, PARTIAL_SUM_COLUMNS), NEG_INFINITY, tl.float32)
     count = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     for t in tl.range(edges[0], last):
         s = _tile_scores(t, rows, keys, edges, scales, z, F)
@@ -492,11 +499,17 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
         first = tl.maximum(first, s, propagate_nan=tl.PropagateNan.ALL)
         least = tl.minimum(second, less)
         second = tl.maximum(second, less)
+        if F.HIDES:
+            hidden = tl.maximum(hidden, fold_maxima(tl.minimum(third, least)))
         third = tl.maximum(third, least)
     total = tl.sum(count, 1).to(tl.int32)
     if cut is None and not COUNTED:
         total += keys.end
-    return first, second, third, total
+    if F.HIDES:
+        others = tl.max(hidden, 1)
+    else:  # no other score is larger than the least peak of its column
+        others = tl.max(third, 1)
+    return first, second, third, others, total
 
 
 @triton.jit
@@ -591,11 +604,11 @@ def topk_kernel(
 ):  # fmt: skip
     """Find the k-th score of one tile of rows among the largest scores of its columns.
 
-    A pass keeps the three largest scores of each column. The k-th of these peaks is the k-th score,
-    unless the k first have three of one column, which may hide a fourth. Then the next pass counts
-    the c scores above a cut at a smaller rank, and keeps the peaks that are not above it. It is
-    nearly certain that c < k, and the k − c scores that are left to find are few. A large k needs
-    several such passes.
+    A pass keeps the three largest scores of each column, and the largest of all others. Peaks above
+    that one are the largest scores of the row. If they are k or more, the k-th of them is the k-th
+    score. Otherwise the next pass counts the c scores above a cut at a smaller rank, and keeps the
+    peaks that are not above it. It is nearly certain that c < k, and the k − c scores that are left
+    to find are few. A large k needs several such passes.
 
     Rows that this does not decide narrow a bracket until k scores are ≥ low: at least k scores are
     ≥ low and fewer than k are ≥ high; both are ordered integers of floats. If they are neighbours
@@ -606,7 +619,7 @@ def topk_kernel(
     scales = _scale_scores(scales, F)
     none = tl.zeros((F.ROWS,), tl.int32)
     last_tile = edges[3]
-    first, second, third, total = _find_column_peaks(
+    first, second, third, hidden, total = _find_column_peaks(
         None, rows, keys, edges, last_tile, scales, z, F
     )
     bad = _has_nan_or_inf(first)
@@ -621,22 +634,25 @@ def topk_kernel(
     while left > 0:
         wanted = tl.maximum(top_k - count_high, 1)
         rank = _choose_rank(wanted, F.COLS)
+        if F.HIDES:
+            known = _count_peaks(first, second, third, hidden, F.FAST)
+            rank = tl.where(known < wanted, tl.maximum(rank, known), wanted)
         least, after, split = _split_peaks(first, second, third, rank, state > 0, F.FAST)
-        highest = tl.max(first, 1)
-        half = _half_way(least, after)  # or `least`, if the two are neighbouring floats
-        sure = (split == DIFFERENT) & (rank == wanted) & (tl.max(third, 1) < least)
+        below = tl.maximum(after, hidden) if F.HIDES else after  # the next lower score
+        half = _half_way(least, below)  # or `least`, if the two are neighbouring floats
+        sure = (split == DIFFERENT) & (rank == wanted) & (hidden < least)
         found = tl.where(sure, half, found)
         # If the k-th score has ties, a cut at that score confirms it.
         tied = (split == EQUAL) & (rank == wanted) & (least == cut)
         foot = tl.where(tied, least, foot)
-        upper = least + SHARE_OF_PEAKS * (highest - least)
         lower = tl.where(half < least, half, after)
+        upper = hidden if F.HIDES else least + SHARE_OF_PEAKS * (tl.max(first, 1) - least)
         cut = tl.where(split == EQUAL, least, tl.where(rank == wanted, upper, lower))
         next_state = tl.where(sure, DECIDED, tl.where(tied | (split == 0), OPEN, 0))
         state = tl.where(state > 0, state, next_state)
         left = tl.where(tl.max((state == 0).to(tl.int32), 0) > 0, left - 1, 0)
         last_tile = tl.where(left > 0, edges[3], edges[0])  # no tiles after the last look
-        first, second, third, above = _find_column_peaks(
+        first, second, third, hidden, above = _find_column_peaks(
             cut, rows, keys, edges, last_tile, scales, z, F
         )
         seen = (state == 0) & (left > 0)

@@ -31,6 +31,8 @@ from qkv.engines.triton.tile_functions.tiles import LAST_POSITION
 
 MAX_STORED_BYTES = 2**28
 """The most bytes of scores that a search writes and reads, instead of computing them again."""
+MAX_HIDING_RANK = 128
+"""The largest k for which a search keeps the largest score that is no peak."""
 MIN_STORED_KEYS = 512
 """The fewest keys for which writing the scores is worth its launch."""
 MAX_STORED_COLUMNS = 4096
@@ -56,6 +58,14 @@ def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False
     return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=128 if few else 168)
 
 
+def _keeps_hidden(kernel: Any, numbers: Numbers) -> bool:
+    """Return whether a search keeps the largest score that is no peak (`F.HIDES`).
+
+    The scores above it are known after one pass. A large k needs several passes anyway.
+    """
+    return kernel is topk_kernel and numbers.alpha <= MAX_HIDING_RANK
+
+
 def _launch_search(
     kernel: Any, given: Arrays, numbers: Numbers, outs: tuple[Tensor | None, ...], *whole: int,
     phase: int = 0,
@@ -69,6 +79,7 @@ def _launch_search(
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
     call.constexprs |= {"SPLIT": False, "PACKED": False, "STORED": False}
+    call.constexprs |= {"HIDES": _keeps_hidden(kernel, numbers)}
     # Without a descriptor, each thread would read the mask number by number.
     laid = not listed and call.can_use_descriptors and is_tma_readable(call.pairs)
 
@@ -159,6 +170,7 @@ def _search_stored(
         "COLS": columns,
         "WIDE": True,
         "STORED": True,
+        "HIDES": _keeps_hidden(kernel, numbers),
         "BLOCK_W": 16,
         **dict.fromkeys(("PHASE", "LISTED", "MANY"), 0),
         **dict.fromkeys(("SPLIT", "PACKED", "TMA", "LAID", "EDGES"), False),

@@ -13,6 +13,7 @@ from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.distance import (
     apply_distance_form,
     compare_columns,
+    locate_columns,
     locate_terms,
 )
 from qkv.engines.triton.tile_functions.records import (
@@ -176,12 +177,13 @@ def load_query_tile(given, steps, tile, lane, z, F):
     elif not F.WIDE and F.WEIGHTING != "average":
         q = tiles.load_rows(query, offset, F.W, F.BLOCK_W)
     terms = i
-    room = 0
+    near = pos
     if F.TERMS:
-        room = padded_rows(z.n, F)
         if F.PACKED:
+            near = locate_columns(0, pos, F, True)
             terms = locate_terms(given.query_terms, lane * z.group + r // z.n, z.n, F)
         else:
+            near = locate_columns(first, pos - first, F, False)
             terms = locate_terms(given.query_terms, lane, z.n, F)
         if F.WINDOW:
             terms = tl.load(terms + pos)[:, None]
@@ -193,7 +195,7 @@ def load_query_tile(given, steps, tile, lane, z, F):
     rows = QueryTile(
         query, offset, q, i, a[:, None], cap[:, None], row_a[:, None], row_b[:, None], pairs, at,
         drawn, tiles.load_width(given.width, F), b, h,
-        CapturedPointers(floats, integers), terms, room, pos,
+        CapturedPointers(floats, integers), terms, near,
     )  # fmt: skip
     return rows, TilePosition(batch, own, shared, line, pos, inside, first, last)
 
@@ -229,12 +231,10 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
         lane = batch * (z.heads // z.group) + shared
         side = locate_side(given.eb, given.peak_b, given.v, lane, z.m, F)
     terms = key
-    room = 0
     if F.TERMS:
         heads = z.heads
         if not F.PACKED:
             heads = z.heads // z.group
-        room = padded_rows(z.m, F)
         terms = locate_terms(given.key_terms, batch * heads + shared, z.m, F)
     pages = key
     scales = RowScales(key, value)
@@ -244,6 +244,10 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
         rows = tiles.LAST_POSITION  # all rows of a pool: each page is there
         if F.CODES:
             scales = RowScales(given.key_scales, given.value_scales)
+    source = key
+    squares = terms
+    if F.WINDOW and F.LINED:
+        squares = tl.make_tensor_descriptor(terms, [padded_rows(z.m, F)], [1], [F.COLS])
     key = tiles.make_descriptor(key, rows, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
     value = tiles.make_descriptor(value, rows, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
     return KeyRange(
@@ -260,7 +264,8 @@ def locate_keys(given, at, tile, steps, batch, shared, z, F):
         end,
         side,
         terms,
-        room,
+        source,
+        squares,
         pages,
         shared,
         scales,
@@ -395,7 +400,7 @@ def compute_product(own, others, start, here, F):
         y = load_units(others.side, others.base + start * others.step, start, here, F)
         x = tanh_scores(own.held, y, F)
     elif F.BY_COLUMN:
-        x = compare_columns(own, others, start + here, F)
+        x = compare_columns(own, others, locate_columns(start, here, F, F.LISTED == 2), F)
         y = x
     elif F.FORM == "constant":
         x = tl.full((own.offset.shape[0], here.shape[0]), 1.0, tl.float32)
@@ -427,7 +432,7 @@ def compute_tile_scores(x, rows, keys, start, here, scales, times, F):
     Bias and cap are multiplied by `times`. With ENDED, keys beyond the end have bias −∞.
     """
     if F.FORM != "product":
-        s, bend = apply_distance_form(x, rows, keys, start, here, rows.cap, scales, times, F)
+        s, bend, _ = apply_distance_form(x, rows, keys, start, here, rows.cap, scales, times, F)
         return s, s, bend
     bias = here
     b = here

@@ -134,7 +134,7 @@ RowScales = namedtuple("RowScales", "key value")
 
 QueryTile = namedtuple(
     "QueryTile",
-    "base offset held i a cap row_a row_b pairs at drawn width b h captured terms room near",
+    "base offset held i a cap row_a row_b pairs at drawn width b h captured terms near",
 )
 """A tile of queries.
 
@@ -143,8 +143,8 @@ QueryTile = namedtuple(
 - (ROWS, 1) each: i position, a gate half, cap, row_a and row_b thresholds, at offset in `pairs`,
   drawn dropout hash.
 - b, h, captured: batch, head and `CapturedPointers`, for pair functions.
-- terms: of a window ‖φ‖² (ROWS, 1). For Laplace and exact match the pointer to the first column;
-  columns are `room` elements apart, and `near` are the rows in them.
+- terms: of a window ‖φ‖² (ROWS, 1). For Laplace and exact match the pointer to the columns of the
+  lane, and `near` is where those of each row begin (`distance.locate_columns`).
 """
 
 CapturedPointers = namedtuple("CapturedPointers", "captured_floats captured_integers")
@@ -157,10 +157,12 @@ of each row in an array with one number per row (line), the row's position, whet
 
 KeyRange = namedtuple(
     "KeyRange",
-    "base step value v_m bias gate_key layout spans at p_m end side terms room pages head scales",
+    "base step value v_m bias gate_key layout spans at p_m end side terms source squares pages "
+    "head scales",
 )
 """The keys of a head, their values, bias and gate, with strides. Keys from `end` on do not count.
 `at` lists the tiles of a layout, or the keys of a support list. `side` is a `tanh.UnitSide`.
-`terms` and `room` are those of `QueryTile`, for all keys of the head. `spans` holds the first key
+`terms` is that of `QueryTile`, for all keys of the head. `source` is the pointer of the keys, and
+`squares`, with F.LINED, a descriptor of the terms of a window. `spans` holds the first key
 of each query, then the ends. `pages` are those of the batch, `head` is the head of the keys, and
 `scales` are the pointers to the scales of keys and values."""

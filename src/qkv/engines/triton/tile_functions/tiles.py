@@ -300,6 +300,16 @@ def fold_columns(x):
 
 
 @triton.jit
+def fold_maxima(x):
+    """Return the maxima of every eighth column, as `fold_columns` does for sums."""
+    if x.shape[0] == 1:
+        return tl.broadcast_to(tl.max(x, 1)[:, None], (1, PARTIAL_SUM_COLUMNS))
+    return tl.max(
+        tl.reshape(x, (x.shape[0], x.shape[1] // PARTIAL_SUM_COLUMNS, PARTIAL_SUM_COLUMNS)), 1
+    )
+
+
+@triton.jit
 def fast_exp2(x, FAST: tl.constexpr):
     """Return 2ˣ; FAST rounds results below the smallest normal number to 0."""
     if FAST:
@@ -343,6 +353,40 @@ def exceeds(x, cut, FAST: tl.constexpr):
         )
     else:
         return tl.where(x > cut, 1.0, 0.0)
+
+
+APART_PTX = tl.constexpr("""
+{
+    .reg .f32 size, more;
+    abs.ftz.f32 size, $1;
+    sub.ftz.f32 more, size, $2;
+    mul.ftz.sat.f32 $0, more, 0f7F61B1E6;
+}
+""")
+
+
+@triton.jit
+def is_apart(x, slack, FAST: tl.constexpr):
+    """Return 1.0 where |x| > slack, else 0.0; see `exceeds`."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            APART_PTX, "=f,f,f", [x, slack], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.where(tl.abs(x) > slack, 1.0, 0.0)
+
+
+@triton.jit
+def compare_to_halves(x):
+    """Return 1 for x > 0, ½ for 0, and 0 for x < 0 or NaN, in one instruction of NVIDIA GPUs.
+
+    It multiplies x by 2¹²⁶, adds ½, and limits the sum to 0 … 1. So it is exact for every x that is
+    not subnormal.
+    """
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, 0f7E800000, 0f3F000000;", "=f,f", [x],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
