@@ -32,3 +32,8 @@ def test_a_gate_takes_a_smaller_tile_of_keys():
         tile_choice.choose_tile("to_keys", *sizes, gated=True).rows
         < tile_choice.choose_tile("to_keys", *sizes).rows
     )
+
+
+def test_wide_values_get_all_registers_in_a_pass_by_columns():
+    assert tile_choice.choose_column_tile("pool", 429, 128).registers == 128
+    assert tile_choice.choose_column_tile("pool", 429, 200).registers is None

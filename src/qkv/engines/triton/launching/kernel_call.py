@@ -297,7 +297,7 @@ class KernelCall:
         )
         if self.constexprs["BY_COLUMN"]:
             return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_column_tile(
-                name, rows
+                name, rows, self.d
             )
         window = self.constexprs["WINDOW"]
         if window and name == "pool" and size == 2 and max(self.w, self.d) <= 64:
