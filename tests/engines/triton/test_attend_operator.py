@@ -748,6 +748,9 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "PAGE": {0},  # test_paged
         "CODES": {False},
         "SINK": {0},  # test_sink
+        "LINED": {False},  # of column tiles: test_distance
+        "FEW": {None},
+        "BOUNDED": {False},
         "TANH": {0},  # test_exact, where all tiles are edges
         "SQUARES": {False},  # but in the pass without a gradient
         "FORM": {"product"},  # test_distance has the other forms
@@ -764,6 +767,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     }
     narrower = {
         ("pool_kernel", "SQUARES"): both,
+        ("backward_keys_kernel", "LINED"): both,
         ("backward_keys_kernel", "CENTRED"): both,
         ("backward_queries_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
         ("backward_mask_kernel", "WEIGHTING"): set(KERNEL_WEIGHTINGS.values()) - {"average"},
