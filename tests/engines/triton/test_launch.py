@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+import triton
+
 from qkv.engines.triton.launching import launch, launch_replay, precompile, tile_choice, workspace
 from qkv.engines.triton.tile_functions import tiles
 from qkv.engines.triton.tile_functions.records import intern_constexprs
@@ -160,3 +162,19 @@ def test_descriptors_of_rows_and_of_masks_get_memory(kernel, monkeypatch, by_til
     arguments = ((3, 2), (X, None), (0.5,), (16, 1, 7), {"A": 1, "LAID": laid}, tile)
     launch.launch_kernel(kernel, *arguments)
     assert len(placed) == expected
+
+
+@pytest.mark.parametrize("limit", [{}, {"maxnreg": 128}])
+def test_a_limit_of_registers_that_ptxas_refuses_is_dropped(limit):
+    class Kernel:
+        def warmup(self, *args, grid, **facts):
+            if "maxnreg" in facts or not limit:
+                raise triton.runtime.errors.PTXASError("Insufficient registers (128)")
+            return SimpleNamespace(run=None, facts=facts)
+
+    arguments = (Kernel(), (1,), (None,), {"F": 1} | limit, torch.device("cpu"))
+    if not limit:
+        with pytest.raises(triton.runtime.errors.PTXASError):
+            launch._compile_kernel(*arguments)
+        return
+    assert launch._compile_kernel(*arguments).facts == {"F": 1}

@@ -297,7 +297,7 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
             facts["LAID"] = facts["LAID"] and facts["QUICK"]
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None
-            facts |= call.exact_tile_constexprs(facts, "COLS", True)
+            facts |= call.exact_tile_constexprs(facts, "COLS")
             arrays = (at, counts, along, centre, kept, dquery, one, two)
             sizes = (call.build_sizes(at_columns=at_columns, splits=splits, span=span), lines)
             grid = call.b * call.h * -(-call.n // own.rows) * splits
@@ -367,7 +367,7 @@ def _launch_keys(way: BackwardState, *some: tuple[int, int], ds: Tensor | None =
             facts["UNEVEN"] = call.n % own.rows != 0 and not facts["EDGES"]
             many = call.b * call.h * call.n > launch.MAX_INT32
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
-            facts |= call.exact_tile_constexprs(facts, "ROWS", True)
+            facts |= call.exact_tile_constexprs(facts, "ROWS")
             arrays = (at, counts, along, centre, kept, *targets, ds)
             sizes = call.build_sizes(heads=call.hk, at_columns=at_columns, splits=splits, span=span)
             whole = (sizes, rows, first_pair, first_key, keys_n, lines)

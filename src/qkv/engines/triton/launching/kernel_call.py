@@ -297,7 +297,7 @@ class KernelCall:
         )
         if self.constexprs["BY_COLUMN"]:
             return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_column_tile(
-                name, rows, self.d
+                name, rows, self.d, size
             )
         window = self.constexprs["WINDOW"]
         if window and name == "pool" and size == 2 and max(self.w, self.d) <= 64:
@@ -362,19 +362,15 @@ class KernelCall:
             and is_tma_readable(self.pairs),
         }
 
-    def exact_tile_constexprs(
-        self, facts: dict[str, Any], side: str, learns: bool = False
-    ) -> dict[str, Any]:
+    def exact_tile_constexprs(self, facts: dict[str, Any], side: str) -> dict[str, Any]:
         """Return `F.FEW`, the constants of the loop that computes Σ (q − k)² of a window.
 
-        Its tile has fewer rows of the `side` that the loop runs over. It is None where each tile is
-        compared, which is faster for the gradients of other windows than the triangular one.
+        Its tile has fewer rows of the `side` that the loop runs over. It is None where all tiles
+        are compared.
         """
         if not facts["WINDOW"] or facts["WIDE"] or facts["WEIGHTING"] == "average":
             return {"TMA": facts["TMA"] and not facts["WINDOW"]}
         if facts["TILED"] or facts["EDGES"] or facts["LISTED"]:
-            return {}
-        if learns and self.form != "triangular":
             return {}
         few = {side: tile_choice.EXACT_TILE_COLUMNS, "TMA": False}
         if side == "COLS":

@@ -234,7 +234,14 @@ def _compile_kernel(
         if isinstance(given[0], tuple):
             mocks = map(triton.MockTensor.wrap_dtype, given[0])
             given = (type(given[0])(*mocks), *given[1:])
-        made = kernel.warmup(*given, grid=grid, **named)
+        try:
+            made = kernel.warmup(*given, grid=grid, **named)
+        except triton.runtime.errors.PTXASError:
+            if "maxnreg" not in named:
+                raise
+            # The limit of registers is for speed; some kernels do not fit into it.
+            unlimited = {name: x for name, x in named.items() if name != "maxnreg"}
+            made = kernel.warmup(*given, grid=grid, **unlimited)
         with suppress(
             triton.runtime.errors.OutOfResources
         ):  # a launch raises it again and takes a smaller tile

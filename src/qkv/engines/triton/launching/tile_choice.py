@@ -143,16 +143,16 @@ def choose_tile(
     return Tile(128, 64, 64, 4, 2, uses_descriptors=True)
 
 
-def choose_column_tile(name: str, rows: int, d: int = 0) -> Tile:
+def choose_column_tile(name: str, rows: int, d: int = 0, size: int = 2) -> Tile:
     """Return the tile of a pass that compares rows column by column.
 
     Threads have the pairs that a product of the matrix units would give them: two rows and a
-    quarter of the columns. The pass "search" needs a tile of 64 rows. Values of width d above 128
-    fill 128 registers alone, which ptxas refuses.
+    quarter of the columns. The pass "search" needs a tile of 64 rows. With 128 registers more
+    programs read at once, which was the fastest; wide values (d) need more.
     """
     if name == "split":
         return Tile(max(16, next_power_of_2(min(rows, MAX_PACKED_ROWS))), 64, 16, 4, 1)
-    is_limited = name != "to_queries" and d <= 128
+    is_limited = name in ("pool", "to_keys") and d <= 128 and size == 2
     return Tile(64, 64, 16, 4, 1, registers=128 if is_limited else None)
 
 
