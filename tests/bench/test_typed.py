@@ -14,7 +14,7 @@ def test_the_compiler_accepts_a_kernel_of_each_name():
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     seed = str(sum(map(ord, sampling.DAY)))
     done = subprocess.run(
-        [sys.executable, "-m", "bench.typed", "24", seed, "1"],
+        [sys.executable, "-m", "bench.typed", "72", seed, "1"],
         env=clean, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

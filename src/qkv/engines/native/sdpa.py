@@ -138,7 +138,8 @@ def _is_faster_in_one_pass(call: Call) -> bool:
     query, key, value = call.query, call.key, call.value
     if call.fw.is_traced(query) or call.dropout or {x.ndim for x in (query, key, value)} != {4}:  # type: ignore[union-attr]
         return False
-    learns, size = call.fw.needs_gradient((query, key, value)), key.numel()
+    learns = call.fw.needs_gradient((query, key, value))
+    size: int = key.numel()
     group = query.shape[1] // key.shape[1]
     if group > 1:
         if call.n * group > MAX_ONE_PASS_ROWS:
