@@ -334,7 +334,8 @@ def test_an_import_that_fails_leaves_what_another_has_made_meanwhile(tmp_path, h
             return super().__iter__()
 
     with pytest.raises(harm or ArgumentError, match=None if harm else "another process meanwhile"):
-        Database.from_columns({"k": Late(["a", "b"]), "v": [1, 2]}, path=path)
+        # With `key`, the columns are first read after the path was found to be free.
+        Database.from_columns({"k": Late(["a", "b"]), "v": [1, 2]}, key="k", path=path)
     assert os.listdir(tmp_path) == ["d.qkv"]
     with qkv.open(path) as D:
         assert dict(D.items()) == {"Li": "Mu"}

@@ -170,7 +170,7 @@ def numbers_per_pair(call: Call) -> int:
             shape = key.shape if is_stored else (*call.lead, *fw.static_shape(key)[-2:])
             one = fw.full((1, shape[-1]), 0.0, call.query)
             key = fw.xp.broadcast_to(one, shape)
-        measured = call.fw.measure_pair_numbers(call.score.function, call.query, key)
+        measured = tree.measure_pair_numbers(fw, call.score.function, call.query, key)
         if measured is not None:
             return measured
     width = call.fw.static_shape(call.key)[-1]

@@ -316,4 +316,4 @@ def _numbers_per_pair(call: Call) -> int:
         return score.numbers_per_pair(width)
     key = calls.repeat_shared_heads(call, call.key)
     # A function that cannot be measured reads values, and cannot run in compiled blocks either.
-    return call.fw.measure_pair_numbers(score.function, call.query, key) or 1
+    return tree.measure_pair_numbers(call.fw, score.function, call.query, key) or 1

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -585,10 +585,13 @@ class Framework:
         """
         return nullcontext()
 
-    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
+    def measure_pair_numbers(
+        self, function: Any, code: Hashable, query: Array, key: Array
+    ) -> int | None:
         """Return how many numbers `function(query, key)` needs in memory for each query and key.
 
-        None if the framework can measure it only by running the function on data.
+        `code` is `tree.code_signature` of the function, under which the result is cached. None if
+        the framework can measure it only by running the function on data.
         """
         return None
 

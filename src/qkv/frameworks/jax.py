@@ -8,7 +8,7 @@ Scores, weightings and masks are pytrees with their arrays as leaves. So `jax.ji
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -254,8 +254,13 @@ class Jax(Framework):
 
         return call_with_captured, tuple(traced.consts)
 
-    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
-        code = getattr(function, "__code__", type(function))  # may be a new lambda in each call
+    def measure_pair_numbers(
+        self, function: Any, code: Hashable, query: Array, key: Array
+    ) -> int | None:
+        try:
+            hash(code)
+        except TypeError:  # an object without a hash
+            code = type(function)
         signature = code, query.shape, key.shape, str(query.dtype)
         numbers = _PAIR_NUMBERS.get(signature, 0)
         if numbers == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from qkv.frameworks import squares, threads, tree
+from qkv.frameworks import squares, threads
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.squares import NeedsExact, SquareOperations
 from qkv.util.caches import create_table, insert_bounded, memoize
@@ -378,8 +378,9 @@ class NumPy(Framework):
     def array_from_host(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)
 
-    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
-        code = tree.code_signature(self, function)
+    def measure_pair_numbers(
+        self, function: Any, code: Hashable, query: Array, key: Array
+    ) -> int | None:
         signature = code, query.shape[-1], key.shape[-1], query.dtype
         try:
             if signature not in _PAIR_NUMBERS:

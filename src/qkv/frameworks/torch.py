@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkv.errors import FrameworkError
-from qkv.frameworks import pinned_memory, tree
+from qkv.frameworks import pinned_memory
 from qkv.frameworks.base import (
     GRAPH_NODES,
     BackwardFunction,
@@ -838,11 +838,12 @@ class Torch(Framework):
     def use_tensor_cores(self) -> AbstractContextManager[object]:
         return use_tensor_cores()
 
-    def measure_pair_numbers(self, function: Any, query: Array, key: Array) -> int | None:
+    def measure_pair_numbers(
+        self, function: Any, code: Hashable, query: Array, key: Array
+    ) -> int | None:
         if self.is_traced(query) or _is_wrapper_subclass(query) or _is_wrapper_subclass(key):
             return None
         learns = self.needs_gradient((query, key))
-        code = tree.code_signature(self, function)
         signature = code, query.shape, key.shape, query.dtype, query.device, learns
         try:
             if signature not in _PAIR_NUMBERS:

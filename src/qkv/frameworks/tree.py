@@ -296,6 +296,14 @@ def code_signature(fw: Framework, function: Any) -> Hashable:
         return function  # type: ignore[no-any-return]
 
 
+def measure_pair_numbers(fw: Framework, function: Any, query: Array, key: Array) -> int | None:
+    """Return how many numbers `function(query, key)` needs in memory for each query and key.
+
+    None if the framework can measure it only by running the function on data.
+    """
+    return fw.measure_pair_numbers(function, code_signature(fw, function), query, key)
+
+
 def _is_record(x: Any) -> bool:
     return is_array(x) or isinstance(x, Record)
 

@@ -134,7 +134,7 @@ class Cosine(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         fw, query = get_framework(query), unit_vectors(query)
-        if key.shape[-2] is not None and 2 * (query.shape[-2] or 0) <= key.shape[-1]:
+        if fw.checks_values(key) and 2 * query.shape[-2] <= key.shape[-1]:  # sizes are known
             squares = _safe_squared_norms(key)
             if squares is not None:  # the scores are fewer than the numbers of the keys
                 norms = fw.xp.sqrt(squares)[..., None, :]

@@ -135,7 +135,10 @@ def test_no_rows_match_is_said():
         "No rows match where={'name': 'Xi'}"
     )
     assert made.ask("Li", where=lambda row: False).hint == "No rows match where=<lambda>"
-    assert made.ask("Li", where="n is None").hint == ""
+    assert made.ask("Hu", where="n is None").hint == ""
+    # The filter leaves out the row of Li, so another word matches best.
+    hint = "the best key, Hu, has no word like 'Li': check that it is what you mean"
+    assert made.ask("Li", where="n is None").hint == hint
     with pytest.warns(NoRowsMatchWarning, match=re.escape(f"{text}. The output is 0")):
         assert made.attend("Li", where="n > 5").tolist() == [0.0]
     with warnings.catch_warnings():

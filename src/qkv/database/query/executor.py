@@ -656,11 +656,15 @@ def measure_agreement(
 
     >>> measure_agreement(np.array([[4.9], [5.1], [10.0]]), 5.0).tolist()
     [[1.0], [1.0], [0.1]]
+    >>> measure_agreement(np.array([[np.inf], [5.0]]), np.inf).tolist()
+    [[1.0], [0.0]]
     """
-    value = np.atleast_1d(np.asarray(value, float))
-    difference, limit = np.abs(np.asarray(stored, float) - value), np.abs(value)
-    limit = max_difference * np.broadcast_to(limit, difference.shape)
-    return np.where(difference <= limit, 1.0, limit / np.where(difference > 0, difference, 1.0))
+    value, stored = np.atleast_1d(np.asarray(value, float)), np.asarray(stored, float)
+    with np.errstate(invalid="ignore"):  # ∞ − ∞, and ∞ / ∞
+        difference = np.where(stored == value, 0.0, np.abs(stored - value))
+        limit = max_difference * np.broadcast_to(np.abs(value), difference.shape)
+        ratio = limit / np.where(difference > 0, difference, 1.0)
+    return np.where(np.isinf(difference), 0.0, np.where(difference <= limit, 1.0, ratio))
 
 
 def _separates_scores(weighting: Weighting) -> bool:
