@@ -260,7 +260,7 @@ class Jax(Framework):
         try:
             hash(code)
         except TypeError:  # an object without a hash
-            code = type(function)
+            code = repr(type(function))
         signature = code, query.shape, key.shape, str(query.dtype)
         numbers = _PAIR_NUMBERS.get(signature, 0)
         if numbers == 0:
