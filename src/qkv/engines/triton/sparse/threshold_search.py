@@ -539,8 +539,9 @@ def _split_peaks(first, second, third, rank, idle, FAST: tl.constexpr):
     lowest = _lowest_finite(first)
     lowest = tl.where(wide, tl.minimum(lowest, _lowest_finite(second)), lowest)
     lowest = tl.where(wide, tl.minimum(lowest, _lowest_finite(third)), lowest)
+    lowest = tl.where(idle, 0.0, lowest)  # infinite in a row without peaks
     lowest -= tl.abs(lowest) * 1e-6 + 1e-30  # below all peaks, also if they are 0
-    low = _float_to_ordered_int(tl.where(idle, 0.0, lowest))
+    low = _float_to_ordered_int(lowest)
     high = _float_to_ordered_int(tl.where(idle, 0.0, tl.max(first, 1)))
     count = rank * 0
     # Triton 3.6 fails on a loop with a condition that the loop itself does not use.
@@ -646,7 +647,11 @@ def topk_kernel(
         tied = (split == EQUAL) & (rank == wanted) & (least == cut)
         foot = tl.where(tied, least, foot)
         lower = tl.where(half < least, half, after)
-        upper = hidden if F.HIDES else least + SHARE_OF_PEAKS * (tl.max(first, 1) - least)
+        if F.HIDES:
+            upper = hidden
+        else:
+            base = tl.where(split == 0, 0.0, least)  # infinite in a row without peaks
+            upper = base + SHARE_OF_PEAKS * (tl.max(first, 1) - base)
         cut = tl.where(split == EQUAL, least, tl.where(rank == wanted, upper, lower))
         next_state = tl.where(sure, DECIDED, tl.where(tied | (split == 0), OPEN, 0))
         state = tl.where(state > 0, state, next_state)
