@@ -147,6 +147,15 @@ def test_every_entry_point_has_the_same_confidence_and_hint(
         assert other.confidence == pytest.approx(answer.confidence, abs=0.02), name
 
 
+def test_rows_with_one_key_share_its_hint() -> None:
+    """Two rows of Ann Smithers have half of the weight each."""
+    names = ["Ann Smithers", "Jörg Müller", "Maria da Silva", "Ann Smithers"]
+    D = qkv.Database.from_columns({"name": names, "pay": [1, 2, 3, 4]}, key="name", value="pay")
+    answer = D.ask("Jon Smithers")
+    assert answer.rows[0].weight < 0.5
+    assert answer.hint == HINT
+
+
 def test_meaning_alone_needs_no_common_letters() -> None:
     """An encoder of meaning finds other words on purpose."""
     D = qkv.Database({"automobile": 1, "banana": 2}, encoder="words")

@@ -77,7 +77,7 @@ SPELLING_ENCODERS = ("text", "characters", "columns")
 """The kinds of encoders for which another spelling speaks against a key."""
 
 MIN_LIKELY_WEIGHT = 0.5
-"""With less weight, the best row does not look like the right one, and needs no hint."""
+"""With less weight, the best key does not look like the right one, and needs no hint."""
 
 UNIFORM_ROW_SHARE = 0.98
 """If the number of effective rows is above this share of the rows, the weights count as uniform."""
@@ -607,6 +607,16 @@ class LocalBackend(AnswerBackend):
             self.value if self.mean is None else self.mean,
         )
 
+    def _missing_word_hint(self, rows: list[Row]) -> str:
+        """Return the hint that the best key has another word than the query, or ""."""
+        if not rows or not self.compares_spelling:
+            return ""
+        key = rows[0].key
+        hint = missing_word_hint(self.query, key)
+        if not hint or sum(x.weight for x in rows if x.key == key) < MIN_LIKELY_WEIGHT:
+            return ""
+        return hint
+
     def compute_hint(self, rows: list[Row]) -> str:
         executor = self.executor
         if not executor.row_count and executor.where is not None:
@@ -618,7 +628,10 @@ class LocalBackend(AnswerBackend):
             return executor.view.why_none_pass(executor.where)
         if executor.missing_value_count and (hint := executor.missing_value_hint(self.query)):
             return hint
-        if hint := self._far_hint(rows) or self._several_values_hint(rows):
+        if hint := self._far_hint(rows):
+            return hint
+        missing_word = self._missing_word_hint(rows)
+        if not missing_word and (hint := self._several_values_hint(rows)):
             return hint
         if hint := self._own_value_hint(rows):
             return hint
@@ -628,9 +641,8 @@ class LocalBackend(AnswerBackend):
                 return hint
             if hint := different_numbers_hint(self.query, row.key):
                 return hint
-            is_likely = row.weight >= MIN_LIKELY_WEIGHT and self.compares_spelling
-            if is_likely and (hint := missing_word_hint(self.query, row.key)):
-                return hint
+        if missing_word:
+            return missing_word
         if not rows or executor.score is not executor.view.resolve_score(None):
             return ""
         is_uniform = (
