@@ -224,6 +224,8 @@ def attend(
                 attend(call.fw.slice_span(call.query, x, -2), key, value, **options) for x in spans
             ]
             return _join_queries(call, parts)
+    if signature is not None:
+        call = user_code.replace_product_function(call)
     arguments = (query, key, value, score, weighting, mask, seed)
     with call.fw.plan_quietly():
         choice = choose_engine(call, engine)
@@ -266,6 +268,8 @@ def weights(
         if evaluated is not None:
             options: Any = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
             return weights(query, key, **options, dropout_p=dropout_p, seed=seed)
+    else:
+        call = user_code.replace_product_function(call)
     first: A = plan_cache.run_first_call(
         call, choose_engine(call), None if plan else signature, arguments
     )
@@ -374,6 +378,8 @@ def _plan_call(
     call = build_call(query, key, value, score, weighting, *formula, lse=lse, weights=alpha)
     if signature is None:
         call = user_code.with_placeholder(call)
+    else:
+        call = user_code.replace_product_function(call)
     return signature, plan, call, choose_engine(call, engine)
 
 

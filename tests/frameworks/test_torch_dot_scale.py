@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import qkv  # noqa: E402
+from qkv import scores, weightings  # noqa: E402
 from qkv.frameworks import load_framework  # noqa: E402
 from qkv.frameworks.torch_dot_scale import find_dot_scale  # noqa: E402
 
@@ -72,3 +74,55 @@ def test_what_a_function_captures_belongs_to_its_signature():
     assert torch_framework.find_dot_scale(score, QUERY, KEY) == 2.0
     factor = 3.0
     assert torch_framework.find_dot_scale(score, QUERY, KEY) == 3.0
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_function_on_a_cpu_runs_as_a_scaled_dot_product(mask, dtype):
+    def score(q, k):
+        return q @ k.mT / 4
+
+    arrays = [torch.randn(2, h, n, 8).to(dtype) for h, n in ((4, 5), (2, 7), (2, 7))]
+    assert qkv.explain(*arrays, score=score, mask=mask).engine == "native"
+    for _ in range(3):  # the later calls run a cached plan
+        leaves = [[x.clone().requires_grad_() for x in arrays] for _ in range(2)]
+        outputs = [
+            qkv.attend(*x, score=s, mask=mask)
+            for x, s in zip(leaves, (score, scores.ScaledDot(0.25)), strict=True)
+        ]
+        assert torch.equal(*outputs)
+        gradients = [
+            torch.autograd.grad(y.float().square().sum(), x)
+            for y, x in zip(outputs, leaves, strict=True)
+        ]
+        assert all(map(torch.equal, *gradients))
+
+
+def test_the_factor_of_a_product_function_may_be_a_length_or_change():
+    query = torch.randn(3, 8)
+    for m in (9, 10, 11, 9):  # lengths with as many binary digits
+        key = torch.randn(m, 8)
+        out = qkv.attend(query, key, key, score=lambda q, k: q @ k.mT / k.shape[-2])
+        want = torch.softmax(query @ key.mT / m, -1) @ key
+        torch.testing.assert_close(out, want)
+    factor = 1.0
+
+    def score(q, k):
+        return q @ k.mT * factor
+
+    for other in (1.0, 2.0, 0.5):
+        factor = other
+        out = qkv.attend(query, key, key, score=score)
+        torch.testing.assert_close(out, torch.softmax(query @ key.mT * factor, -1) @ key)
+
+
+def test_a_product_function_with_a_learned_temperature_has_its_gradient():
+    query, key = torch.randn(3, 8), torch.randn(9, 8)
+    for _ in range(2):
+        temperature = torch.tensor(1.5, requires_grad=True)
+        softmax = weightings.Softmax(temperature)
+        out = qkv.attend(query, key, key, score=lambda q, k: q @ k.mT / 4, weighting=softmax)
+        want = torch.softmax(query @ key.mT / 4 / temperature, -1) @ key
+        torch.testing.assert_close(out, want)
+        gradients = [torch.autograd.grad(x.square().sum(), temperature)[0] for x in (out, want)]
+        torch.testing.assert_close(*gradients)

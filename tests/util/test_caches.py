@@ -53,6 +53,19 @@ def test_a_full_table_is_emptied_before_an_insert():
     assert table == {3: "3"}
 
 
+def test_a_missing_entry_is_computed_once():
+    table, computed = {}, []
+
+    def compute():
+        computed.append(len(computed))
+
+    for _ in range(2):  # None is an entry too
+        assert caches.get_or_compute(table, "key", compute, 1) is None
+    assert computed == [0] and table == {"key": None}
+    assert caches.get_or_compute(table, "other", lambda: 5, 1) == 5 and table == {"other": 5}
+    assert caches.get_or_compute(table, ["no hash"], lambda: 5, 1) is None
+
+
 def test_clearing_changes_no_result():
     x = np.random.default_rng(0).normal(size=(5, 3))
     for options in ({}, {"score": "gaussian", "mask": qkv.masks.causal}):

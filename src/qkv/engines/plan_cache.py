@@ -29,7 +29,7 @@ from qkv.engines.validation import build_call, cast_bias, resolve_score_and_weig
 from qkv.errors import QkvError
 from qkv.frameworks import FRAMEWORK_BY_TYPE, find_framework, load_framework, tree
 from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
-from qkv.scores import Gaussian, Relative
+from qkv.scores import Gaussian, Relative, ScaledDot
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
@@ -150,7 +150,8 @@ def cache_plan(signature: Signature, call: Call, choice: EngineChoice) -> Plan |
         else Plan(choice, run)
     )
     insert_bounded(PLANS_BY_SIGNATURE, signature, plan, MAX_CACHED_PLANS)
-    size_class = _size_class(signature)
+    # The factor of a product function may be one of its lengths.
+    size_class = None if _is_product_function(call, signature) else _size_class(signature)
     if size_class is not None:
         insert_bounded(_PLANS_BY_SIZE_CLASS, size_class, plan, MAX_CACHED_PLANS)
     return plan
@@ -181,12 +182,20 @@ def _size_class(signature: Signature) -> Signature | None:
     return leads, widths, n.bit_length(), m.bit_length(), other, score, weighting, mask, *flags
 
 
+def _is_product_function(call: Call, signature: Signature) -> bool:
+    """Return whether the call has a scaled dot product in place of the caller's function."""
+    return type(call.score) is ScaledDot and tree.has_functions(signature[1])
+
+
 def _build_plan_function(
     call: Call, choice: EngineChoice, signature: Signature
 ) -> Callable[..., Any] | ThreeArrayRunner:
     """Return `run_plan`, which runs the chosen engine, or the engine's own direct runner."""
     fw = call.fw
     _, score_signature, weighting_signature, mask_signature, *_ = signature
+    product = call.score if _is_product_function(call, signature) else None
+    if product is not None:
+        score_signature = None
     has_parameters = tree.holds_values((score_signature, weighting_signature))
     mask_has_values = tree.holds_values(mask_signature)
     mask_is_array = type(mask_signature) is tree.ArraySignature
@@ -238,7 +247,7 @@ def _build_plan_function(
             fields["bias"] = cast_bias(fw, bias, query)
         if has_parameters:
             fields["score"], fields["weighting"] = resolve_score_and_weighting(
-                score, weighting, fields["bias"]
+                score if product is None else product, weighting, fields["bias"]
             )
         if fields["dropout"]:
             fields["seed"] = resolve_seed(fw, seed, query)

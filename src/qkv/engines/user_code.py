@@ -6,8 +6,9 @@ So it runs as it is. Its scores and booleans are arguments of a compiled plan.
 
 *On a GPU* (PyTorch) the kernels read the scores like a float mask, so every weighting, mask and
 dropout works with them. In 16 bits with gradients the function also runs on one row, to find what
-it captures, and again in the backward pass. A function that only computes a scaled dot product is
-replaced by that score.
+it captures, and again in the backward pass.
+
+On PyTorch, a function that only computes a scaled dot product is replaced by that score.
 """
 
 from __future__ import annotations
@@ -87,6 +88,31 @@ def recognize_product(call: Call) -> Score | None:
     """
     if not (isinstance(call.score, UserScore) and _may_evaluate_on_device(call)):
         return None
+    return _find_product(call)
+
+
+def replace_product_function(call: Call) -> Call:
+    """Return the call with a scaled dot product in place of a function that computes one.
+
+    This is for calls on a CPU that have a plan: the plan is for one function, so it need not look
+    at the function again.
+    """
+    fw = call.fw
+    if not isinstance(call.score, UserScore) or fw.device_block_numbers(call.query) is not None:
+        return call
+    if call.at is not None or isinstance(call.key, UnreadArray) or fw.is_traced(call.query):
+        return call
+    if call.exceeds_float32 or fw.dtype_name(call.query) == "float64":
+        return call
+    if fw.has_empty_axis((*call.lead, call.n, call.m)):
+        return call
+    product = _find_product(call)
+    return call if product is None else replace(call, score=product)
+
+
+def _find_product(call: Call) -> Score | None:
+    """Return the scaled dot product that the function of the score computes, or None."""
+    assert isinstance(call.score, UserScore)
     key = (
         call.key if call.key.shape[:-2] == call.lead else calls.repeat_shared_heads(call, call.key)
     )

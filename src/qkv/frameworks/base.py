@@ -110,6 +110,8 @@ class Framework:
     """Whether the spans of keys of all queries come from one grid: two are equal or disjoint."""
     compiles_calls = False
     """Whether `compile_function` compiles the plans of calls."""
+    signs_captures = False
+    """Whether `function_signature` covers what a function captures, not only its code."""
     reruns_user_code = False
     """Whether a class of the caller runs in each call, so that it sees what its methods read."""
     has_fast_argmax = False
@@ -594,6 +596,10 @@ class Framework:
         the framework can measure it only by running the function on data.
         """
         return None
+
+    def run_repeatable(self, compute: Callable[[], Array | None]) -> tuple[Array | None, bool]:
+        """Return compute() for a cache, and whether it drew no random numbers."""
+        return compute(), True
 
     def find_dot_scale(self, function: Any, query: Array, key: Array) -> float | None:
         """Return c if `function(query, key)` is c · q·k and that is known; else None."""

@@ -16,7 +16,7 @@ import numpy
 from qkv.frameworks import squares, threads
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.squares import NeedsExact, SquareOperations
-from qkv.util.caches import create_table, insert_bounded, memoize
+from qkv.util.caches import create_table, get_or_compute, memoize
 from qkv.util.types import Array, Arrays, LiveMask, MergeFunction, PartialStateFunction, Span
 
 _DTYPE_NAMES: dict[Any, str] = create_table("frameworks.numpy_dtype_names")
@@ -382,14 +382,12 @@ class NumPy(Framework):
         self, function: Any, code: Hashable, query: Array, key: Array
     ) -> int | None:
         signature = code, query.shape[-1], key.shape[-1], query.dtype
-        try:
-            if signature not in _PAIR_NUMBERS:
-                numbers = _count_pair_numbers(function, query, key)
-                insert_bounded(_PAIR_NUMBERS, signature, numbers, MAX_PAIR_NUMBERS_ENTRIES)
-                return numbers
-            return _PAIR_NUMBERS[signature]
-        except (KeyError, TypeError):  # emptied by another thread; an object without a hash
-            return None
+        return get_or_compute(
+            _PAIR_NUMBERS,
+            signature,
+            lambda: _count_pair_numbers(function, query, key),
+            MAX_PAIR_NUMBERS_ENTRIES,
+        )
 
 
 def _sum_differences_of_few(query: Array, key: Array, power: int, shape: tuple[int, ...]) -> Array:

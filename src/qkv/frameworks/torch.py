@@ -36,7 +36,7 @@ from qkv.frameworks.torch_signatures import (
     NoSignatureError,
     SignatureBuilder,
 )
-from qkv.util.caches import create_table, insert_bounded
+from qkv.util.caches import create_table, get_or_compute
 from qkv.util.types import (
     Array,
     ArrayFunction,
@@ -414,7 +414,7 @@ _graph_node_op.register_autograd(_backward_op, setup_context=_save_for_backward)
 class Torch(Framework):
     name = "torch"
     xp = array_api_compat.torch
-    has_gradients = has_random_generator = has_fast_argmax = True
+    has_gradients = has_random_generator = has_fast_argmax = signs_captures = True
     array_types = (torch.Tensor, torch.nn.Parameter)
 
     def split_nested(self, x: Array) -> list[Array] | None:
@@ -845,28 +845,28 @@ class Torch(Framework):
             return None
         learns = self.needs_gradient((query, key))
         signature = code, query.shape, key.shape, query.dtype, query.device, learns
-        try:
-            if signature not in _PAIR_NUMBERS:
-                numbers = count_pair_numbers(function, query, key, learns)
-                insert_bounded(_PAIR_NUMBERS, signature, numbers, MAX_PAIR_NUMBERS_ENTRIES)
-                return numbers
-            return _PAIR_NUMBERS[signature]
-        except (KeyError, TypeError):  # another thread emptied the table, or `code` has no hash
-            return None
+        return get_or_compute(
+            _PAIR_NUMBERS,
+            signature,
+            lambda: count_pair_numbers(function, query, key, learns),
+            MAX_PAIR_NUMBERS_ENTRIES,
+        )
+
+    def run_repeatable(self, compute: Callable[[], Array | None]) -> tuple[Array | None, bool]:
+        with torch.inference_mode(False):  # later calls may need gradients
+            before = torch.random.get_rng_state()
+            out = compute()
+            out = None if out is None else out.detach()
+            return out, torch.equal(before, torch.random.get_rng_state())
 
     def find_dot_scale(self, function: Any, query: Array, key: Array) -> float | None:
         try:
             signature = FixedSignatureBuilder().build(function), query.shape, key.shape
         except NoSignatureError:
             return None
-        try:
-            if signature not in _DOT_SCALES:
-                scale = find_dot_scale(function, query, key)
-                insert_bounded(_DOT_SCALES, signature, scale, MAX_DOT_SCALES)
-                return scale
-            return _DOT_SCALES[signature]
-        except (KeyError, TypeError):  # another thread emptied the table, or a default has no hash
-            return None
+        return get_or_compute(
+            _DOT_SCALES, signature, lambda: find_dot_scale(function, query, key), MAX_DOT_SCALES
+        )
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         with torch.enable_grad():

@@ -3,6 +3,7 @@
 Every module-level cache of qkv is created here, under a name "<part>.<contents>":
 
 - `create_table(name)` returns a plain `dict`. Hot paths read it without any extra call.
+- `get_or_compute(table, key, compute, max_entries)` returns an entry, and inserts a missing one.
 - `memoize(name)` is `functools.lru_cache` that also registers the cache.
 - `register(name, cache)` adds any other object with `clear()` and a length.
 
@@ -14,12 +15,13 @@ here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
+_MISSING = object()
 
 
 class ClearableCache(Protocol):
@@ -69,6 +71,27 @@ def insert_bounded(table: dict[K, V], key: K, entry: V, max_entries: int) -> Non
     if len(table) >= max_entries:
         table.clear()
     table[key] = entry
+
+
+def get_or_compute(
+    table: dict[Hashable, V], key: Hashable, compute: Callable[[], V], max_entries: int
+) -> V | None:
+    """Return the entry of a key, after computing and inserting it if it is missing.
+
+    None if the key has no hash, such as one with an array of the caller.
+
+    >>> table = {}
+    >>> get_or_compute(table, "pairs", lambda: 2 * 3, 10), table
+    (6, {'pairs': 6})
+    """
+    try:
+        entry: Any = table.get(key, _MISSING)
+    except TypeError:
+        return None
+    if entry is _MISSING:
+        entry = compute()
+        insert_bounded(table, key, entry, max_entries)
+    return entry  # type: ignore[no-any-return]
 
 
 def memoize(
