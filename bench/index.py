@@ -233,8 +233,12 @@ def measure_conditions(database: qkv.Database, queries: np.ndarray, shared: Any)
             found.append(len(wanted & {row.index for row in mine.rows}) / len(wanted))
         searches[name] = partial(ask_one, database, options | {"approximate": True})
         sides[name] = {"recall@10": float(np.mean(found))}
-    for name, search in searches.items():  # a condition is found once for many queries
-        sides[name]["ms"] = time_queries(queries, search)
+    times = {name: list[float]() for name in searches}
+    for _ in range(ROUNDS):
+        for name, search in searches.items():  # a condition is found once for many queries
+            times[name].append(time_queries(queries, search))
+    for name, ms in times.items():
+        sides[name]["ms"] = min(ms)
     width = queries.shape[1]
     work = f"ten best rows under a condition, {rows:,} × {width}, CPU"
     return {"work": work, "sides": sides, "goals": []}

@@ -266,6 +266,42 @@ def test_conditions_that_depend_on_the_keys():
     assert hits / total >= 0.9
 
 
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    "condition", ["random < 0.05", "random < 0.2", "cluster < 4", "first < -1"]
+)
+def test_recall_under_conditions(name, condition):
+    """Conditions that say nothing, much or a little about the vectors have the same recall."""
+    rng, score = np.random.default_rng(3), SCORES[name]
+    cluster = rng.integers(0, 40, ROWS + 40)
+    x = 2 * np.random.default_rng(0).normal(size=(40, WIDTH))[cluster]
+    x += rng.normal(size=x.shape)
+    if name == "dot":
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+        condition = condition.replace("-1", "-0.2")
+    x, queries = x[:ROWS], x[ROWS:]
+    columns = {
+        "key": x,
+        "value": np.arange(float(ROWS)),
+        "random": rng.random(ROWS),
+        "cluster": cluster[:ROWS].astype(float),
+        "first": x[:, 0].copy(),
+    }
+    D = qkv.Database.from_columns(columns, key="key", value="value")
+    assert [share for share, _ in D.index(score=score).rows_by_share][:4] == [1, 0.3, 0.1, 0.03]
+    hits, total, where = 0, 0, {"score": score, "where": condition}
+    for k in (1, 10):
+        options = where | {"weighting": TopK(k), "top": k}
+        answers, exact = D.ask(queries, **options, approximate=True), D.ask(queries, **options)
+        assert all("index" in answer.engine for answer in answers)
+        for answer, other in zip(answers, exact, strict=True):
+            hits += len({row.index for row in answer.rows} & {row.index for row in other.rows})
+            total += len(other.rows)
+        one = D.ask(queries[0], **options, approximate=True)
+        assert [row.index for row in one.rows] == [row.index for row in answers[0].rows]
+    assert hits >= 0.93 * total > 0
+
+
 def test_new_and_deleted_rows_are_seen_at_once(databases):
     x = make_keys()
     score = scores.Gaussian(0.3)

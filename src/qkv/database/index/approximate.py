@@ -19,9 +19,14 @@ from qkv.attention import (
     weigh_candidates,
 )
 from qkv.database.index import best_rows
-from qkv.database.index.calibration import Effort, IndexReport, share_of_rest
+from qkv.database.index.calibration import BEST_ROWS, Effort, IndexReport, share_of_rest
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
-from qkv.database.index.row_index import FoundRows, RowIndex, open_row_index
+from qkv.database.index.row_index import (
+    ConditionalSearch,
+    FoundRows,
+    RowIndex,
+    open_row_index,
+)
 from qkv.database.query.executor import MAX_CACHED_WEIGHTS_PER_BATCH, QueryExecutor
 from qkv.database.table.row_selection import CandidateRows, RowSelection
 from qkv.database.table.view import MAX_GATHERED_ROWS, TableView
@@ -48,6 +53,11 @@ MAX_SCANNED_ROWS = 128
 
 MAX_UNINDEXED_SHARE = 0.5
 """If a larger share of the rows is in no index, all rows are scanned."""
+
+MISSED_SHARE = 0.5
+"""If a condition and the vectors depend on each other, a search is expected to miss at most this
+share of the best rows that it may miss. The rest is for the error of this estimate.
+"""
 
 MAX_FOUND_ROWS_PER_BATCH = 2**22
 """The number of found rows in memory at a time, which limits the queries of a batch."""
@@ -82,7 +92,7 @@ class SearchPlan:
     `efforts` are tried in turn until the estimated missing weight is at most `missing_weight`. For
     weightings of the best rows it is None, and there is one effort. `min_best_score` is the best
     score that nearly all measured queries have at least. `has_few_best_rows` says that
-    `best_rows` builds the answers.
+    `best_rows` builds the answers. `conditional` says how to search under a condition.
     """
 
     row_index: RowIndex
@@ -93,6 +103,7 @@ class SearchPlan:
     has_interval: bool
     min_best_score: float
     has_few_best_rows: bool
+    conditional: ConditionalSearch | None
 
     def search(self, view: TableView, queries: np.ndarray, effort: Effort) -> FoundRows:
         """Search the rows of the view with an effort."""
@@ -104,12 +115,14 @@ class SearchPlan:
             self.selection,
             self.missing_weight is not None,
             view.read_key_vectors_at,
+            self.conditional,
         )
 
     def describe(self, effort: Effort, rows: int, total: int) -> str:
         """Return the text that says how much was read with an effort."""
+        more = "" if self.selection.mask is None else "or more "
         return (
-            f"index, {effort.lists:,} of {self.row_index.list_count:,} lists; "
+            f"index, {effort.lists:,} {more}of {self.row_index.list_count:,} lists; "
             f"{rows:,} of {total:,} rows read"
         )
 
@@ -216,6 +229,9 @@ def _make_plan(
     if index.total != len(view.ids):
         return "some rows could not be read"
     efforts = tuple(replace(x, lists=index.scale_lists(x.lists, report.indexed)) for x in efforts)
+    conditional = None
+    if limit is None and report.rows_by_share:
+        conditional = _plan_conditional_search(report, index, weighting)
     has_interval = selection.mask is None and report.has_interval(view, metric.slope)
     min_best_score = report.min_similarity * unscaled_slope
     has_few_best_rows = (
@@ -225,8 +241,31 @@ def _make_plan(
         and (view.has_only_number_keys or not view.schema.can_pool_values)
     )
     return SearchPlan(
-        index, metric, selection, efforts, limit, has_interval, min_best_score, has_few_best_rows
+        index,
+        metric,
+        selection,
+        efforts,
+        limit,
+        has_interval,
+        min_best_score,
+        has_few_best_rows,
+        conditional,
     )
+
+
+def _plan_conditional_search(
+    report: IndexReport, index: RowIndex, weighting: Weighting
+) -> ConditionalSearch:
+    """Return how to find the best rows under a condition."""
+    best = max(weighting.k, 1) if isinstance(weighting, TopK) else 1
+    # The k best of a share are about as near as the ten best of a smaller share.
+    factor = BEST_ROWS / max(best, BEST_ROWS)
+    growth = index.measure_growth(report.indexed)
+
+    def find_needed_rows(share: float) -> float:
+        return growth * report.find_needed_rows(share * factor)
+
+    return ConditionalSearch(find_needed_rows, best, MISSED_SHARE * (1 - report.recall) * best)
 
 
 def answer_approximately(

@@ -9,8 +9,9 @@ queries are below it, so more may be above it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -67,6 +68,12 @@ SMALLEST_WEIGHT = 1e-6
 MIN_LOW_END = 1e-5
 """An interval that would begin at a smaller weight begins at 0."""
 
+CONDITION_SHARES = 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001
+"""The shares of the rows that pass the random conditions under which the index is measured."""
+
+MIN_PASSING_ROWS = 100
+"""A condition that fewer rows pass is not measured."""
+
 MAX_CHANGED_SHARE = 0.1
 """The interval becomes invalid if a larger share of the rows has changed."""
 
@@ -120,8 +127,11 @@ class IndexReport:
     """The result of `Database.index`: what the index achieves on held-out queries.
 
     `efforts` are searches of increasing size. `recall` is the requested one. All but 1 % of the
-    queries have a best row of at least the similarity `min_similarity`. The other fields say for
-    which score and rows the numbers hold.
+    queries have a best row of at least the similarity `min_similarity`.
+
+    `rows_by_share` has pairs of a share and a number of rows. If a random share of the rows passes
+    a condition, the ten best of them are found with this recall in the nearest lists that have so
+    many rows in total. The other fields say for which score and rows the numbers hold.
     """
 
     metric: MetricName
@@ -134,6 +144,7 @@ class IndexReport:
     last: int
     encoded: int
     efforts: tuple[Effort, ...]
+    rows_by_share: tuple[tuple[float, float], ...]
 
     def __repr__(self) -> str:
         text = f"{self.indexed:,} of {self.rows:,} rows are in the index"
@@ -153,13 +164,19 @@ class IndexReport:
         The recall of few queries is uncertain, so it must be above the requested one by a margin:
         the lower end of its confidence interval, as if a query found all of its best rows or none.
         """
-        queries = max(self.queries, 1)
+        least = find_least_recall(self.recall, self.queries)
+        return next((effort for effort in self.efforts if effort.recall >= least), None)
 
-        def has_recall(effort: Effort) -> bool:
-            variance = effort.recall * (1 - effort.recall) / queries
-            return effort.recall - RECALL_MARGIN * math.sqrt(variance) >= self.recall
+    def find_needed_rows(self, share: float) -> float:
+        """Return the rows of the nearest lists to read if this share of them passes a condition.
 
-        return next(filter(has_recall, self.efforts), None)
+        Between the measured shares, the logarithms are interpolated. Below the smallest one, the
+        number of rows that pass stays the same.
+        """
+        shares, rows = zip(*self.rows_by_share[::-1], strict=True)
+        share = max(share, 1e-12)
+        log_rows = np.interp(math.log(share), np.log(shares), np.log(rows))
+        return math.exp(log_rows) * max(shares[0] / share, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for the settings of a store."""
@@ -181,11 +198,13 @@ class IndexReport:
             return None
         if stored["metric"] not in METRICS or not isinstance(stored["efforts"], list):
             return None
-        numbers = [x for name, x in stored.items() if name not in ("metric", "efforts")]
+        others = "metric", "efforts", "rows_by_share"
+        numbers = [x for name, x in stored.items() if name not in others]
         efforts = list(map(_parse_effort, stored["efforts"]))
-        if not all(map(_is_number, numbers)) or None in efforts:
+        pairs = _parse_pairs(stored["rows_by_share"])
+        if not all(map(_is_number, numbers)) or None in efforts or pairs is None:
             return None
-        return cls(**stored | {"efforts": tuple(efforts)})
+        return cls(**stored | {"efforts": tuple(efforts), "rows_by_share": pairs})
 
     def as_metric(self) -> IndexMetric:
         return IndexMetric(self.metric, self.slope)
@@ -218,6 +237,9 @@ def measure_index(
     """
     index = open_row_index(view, metric.name)
     rows, efforts, tops = index.total, list[Effort](), list[float]()
+    shares = [x for x in CONDITION_SHARES if x * rows >= MIN_PASSING_ROWS]
+    needed: list[list[np.ndarray]] = [[] for _ in shares]
+    rng = np.random.default_rng(2)
     held_out: np.ndarray | None = None
     if index.parts and queries is None:
         count = min(QUERIES if rows < MANY_ROWS else QUERIES_OF_MANY_ROWS, rows // 2)
@@ -233,7 +255,10 @@ def measure_index(
             check_deadline()
             block = prepared[start : start + size]
             own = None if held_out is None else held_out[start : start + size]
-            exact = _compute_exact_weights(reader, block, own)
+            scores = _compute_scores(reader, block, own)
+            for x, best in zip(needed, _find_best_of_shares(scores, shares, rng), strict=True):
+                x.append(index.count_rows_to_read(block, metric, best))
+            exact = _compute_exact_weights(scores)
             tops += (exact.top / metric.slope).tolist()
             for results, step in zip(parts, steps, strict=False):
                 results.append(_measure_queries(index, block, own, exact, metric, *step))
@@ -256,7 +281,50 @@ def measure_index(
         last=view.snapshot.last_id,
         encoded=view.setting_number("encoded"),
         efforts=tuple(efforts),
+        rows_by_share=tuple(
+            (share, _find_sufficient_rows(np.concatenate(x), recall))
+            for share, x in zip(shares, needed, strict=True)
+            if x
+        ),
     )
+
+
+def find_least_recall(recall: float, queries: int) -> float:
+    """Return the least measured recall of so many queries that is surely at least `recall`.
+
+    It is above `recall` by the margin of a confidence interval, as if a query found all of its best
+    rows or none.
+
+    >>> round(find_least_recall(0.95, 400), 4), round(find_least_recall(0.95, 10**9), 4)
+    (0.9646, 0.95)
+    """
+    # The solution x of x − z √(x (1 − x) / n) = recall: the upper end of Wilson's interval.
+    square = RECALL_MARGIN**2 / max(queries, 1)
+    root = math.sqrt(square * (recall * (1 - recall) + square / 4))
+    return (recall + square / 2 + root) / (1 + square)
+
+
+def _find_best_of_shares(
+    scores: np.ndarray, shares: list[float], rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """Yield for each share the best rows (n, 10) among a random share of all rows.
+
+    `scores` (n, m) are those of all rows.
+    """
+    random = rng.random(scores.shape[1], np.float32)
+    for share in shares:
+        if share == 1:
+            yield find_best_columns(scores, BEST_ROWS)
+            continue
+        passing = np.flatnonzero(random < share)
+        yield passing[find_best_columns(scores[:, passing], BEST_ROWS)]
+
+
+def _find_sufficient_rows(needed: np.ndarray, recall: float) -> float:
+    """Return how many rows to read, where `needed` (n, 10) must be read for each best row."""
+    ascending = np.sort(needed, axis=None)
+    least = find_least_recall(recall, len(needed))
+    return max(float(ascending[math.ceil(least * len(ascending)) - 1]), 1.0)
 
 
 def _encode_keys_as_queries(view: TableView, positions: np.ndarray) -> np.ndarray:
@@ -349,13 +417,16 @@ class _ExactWeights(NamedTuple):
     best: np.ndarray
 
 
-def _compute_exact_weights(
-    reader: _KeyReader, queries: np.ndarray, own: np.ndarray | None
-) -> _ExactWeights:
-    """Return the exact weights of all rows; the rows `own` (n,) have none."""
+def _compute_scores(reader: _KeyReader, queries: np.ndarray, own: np.ndarray | None) -> np.ndarray:
+    """Return the exact scores (n, m) of all rows; those of the rows `own` (n,) are −∞."""
     scores = reader.compute_scores(queries)
     if own is not None:
         scores[np.arange(len(own)), own] = -np.inf
+    return scores
+
+
+def _compute_exact_weights(scores: np.ndarray) -> _ExactWeights:
+    """Return the weights of all rows. They overwrite their scores (n, m)."""
     best = find_best_columns(scores, BEST_ROWS)
     top = np.take_along_axis(scores, best, axis=1).max(axis=1)
     scores -= top[:, None]
@@ -494,6 +565,20 @@ def _parse_effort(stored: Any) -> Effort | None:
     if stored["lists"] < 1 or stored["rows"] < 1:
         return None
     return Effort(**stored | {"ratios": tuple(map(tuple, ratios))})
+
+
+def _parse_pairs(stored: Any) -> tuple[tuple[float, float], ...] | None:
+    """Return stored pairs of a share and a number of rows, or None if they are not that."""
+    if not isinstance(stored, list):
+        return None
+    for pair in stored:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_number, pair)):
+            return None
+        if not (0 < pair[0] <= 1 and pair[1] >= 1):
+            return None
+    pairs = tuple((float(share), float(rows)) for share, rows in stored)
+    is_descending = all(x[0] > y[0] for x, y in itertools.pairwise(pairs))
+    return pairs if is_descending else None
 
 
 def _is_number(x: Any) -> bool:

@@ -40,8 +40,27 @@ MAX_READ_ALONE_SHARE = 0.05
 FAISS tests every row of a list. For fewer allowed rows, this takes longer than to read vectors.
 """
 
+MIN_RELATIVE_DENSITY = 0.7
+"""If the lists near a query have fewer allowed rows than this share of the mean, more are read.
+
+Then the condition and the vectors are not independent of each other, as they are when measured.
+"""
+
 ReadKeys = Callable[[np.ndarray], np.ndarray]
 """Returns the vectors of the keys at some positions (c,), (c, d)."""
+
+
+class ConditionalSearch(NamedTuple):
+    """How to find the `best` rows under a condition.
+
+    `find_needed_rows` returns how many rows of the nearest lists to read, for the share of them
+    that is allowed, if condition and vectors are independent. If they are not, lists are read until
+    the expected number of best rows in the others is at most `max_missed`.
+    """
+
+    find_needed_rows: Callable[[float], float]
+    best: int
+    max_missed: float
 
 
 class FoundRows(NamedTuple):
@@ -233,8 +252,11 @@ class RowIndex:
 
     def scale_lists(self, lists: int, measured_rows: int) -> int:
         """Return as many lists as `lists` were when only `measured_rows` rows were indexed."""
-        growth = (self.total - len(self.unindexed)) / max(measured_rows, 1)
-        return math.ceil(lists * max(growth, 1.0))
+        return math.ceil(lists * self.measure_growth(measured_rows))
+
+    def measure_growth(self, measured_rows: int) -> float:
+        """Return by which factor there are now more indexed rows than when they were measured."""
+        return max((self.total - len(self.unindexed)) / max(measured_rows, 1), 1.0)
 
     def search(
         self,
@@ -245,13 +267,14 @@ class RowIndex:
         selection: RowSelection | None = None,
         estimates_rest: bool = True,
         read_keys: ReadKeys | None = None,
+        conditional: ConditionalSearch | None = None,
     ) -> FoundRows:
         """Return up to `count` near rows of each query (n, d), from the `lists` nearest lists.
 
         The queries are prepared for the metric. Only live rows of the selection are returned. If
-        some rows are not, more lists are read, so that they have as many selected rows. If few rows
-        are selected, `read_keys` reads the vectors of those in the lists.
-        Without `estimates_rest`, `log_rest` is NaN.
+        some rows are not, more lists are read: as `conditional` says, or, without it, lists
+        that have as many selected rows. If few rows are selected, `read_keys` reads the
+        vectors of those in the lists. Without `estimates_rest`, `log_rest` is NaN.
         """
         if not estimates_rest and len(queries) <= MAX_QUERIES_PER_CALL:
             positions = self.find_nearest(queries, lists, count, metric, selection)
@@ -260,7 +283,14 @@ class RowIndex:
         step = max(MAX_SCORES_PER_SEARCH // max(self.list_count, 1), 1)
         found = [
             self._search_batch(
-                queries[at : at + step], lists, count, metric, selection, estimates_rest, read_keys
+                queries[at : at + step],
+                lists,
+                count,
+                metric,
+                selection,
+                estimates_rest,
+                read_keys,
+                conditional,
             )
             for at in range(0, len(queries), step)
         ]
@@ -277,29 +307,101 @@ class RowIndex:
         selection: RowSelection | None,
         estimates_rest: bool,
         read_keys: ReadKeys | None,
+        conditional: ConditionalSearch | None,
     ) -> FoundRows:
         check_deadline()
         allowed = self._find_allowed_rows(selection)
-        similarity, at = self._list_similarity(queries, metric), np.arange(len(queries))[:, None]
+        similarity = self._list_similarity(queries, metric)
         first = self.list_count - min(lists, self.list_count)
         is_read = None
         if allowed.are_all:
             nearest = similarity.argpartition(first, axis=1)[:, first:]
         else:
-            nearest, is_read = self._choose_lists(similarity, lists, allowed.counts)
-        if allowed.positions is not None and is_read is not None and read_keys is not None:
-            read = self._read_nearest(queries, nearest, is_read, count, metric, allowed, read_keys)
-            positions, nearness = read
-        else:
-            positions, nearness = self._search_codes(
-                queries, nearest, is_read, similarity[at, nearest], count, allowed
-            )
+            nearest, is_read = self._choose_lists(similarity, lists, allowed.counts, conditional)
+        search = queries, similarity, count, metric, allowed, read_keys
+        positions, nearness = self._search_lists(nearest, is_read, *search)
+        if is_read is not None and conditional is not None:
+            # The lists of a dependent condition have as many allowed rows as without it.
+            read = np.where(is_read, allowed.counts[nearest], 0).sum(axis=1)
+            is_dependent = read >= lists * self.rows_per_list
+            if is_dependent.any():
+                self._extend_search(
+                    np.flatnonzero(is_dependent),
+                    nearest,
+                    is_read,
+                    positions,
+                    nearness,
+                    conditional,
+                    search,
+                )
         log_rest = np.full(len(queries), np.nan)
         if estimates_rest:
             log_rest = self._estimate_rest(
                 queries, similarity, nearest, is_read, nearness, metric, allowed
             )
         return FoundRows(positions, log_rest)
+
+    def _search_lists(
+        self,
+        nearest: np.ndarray,
+        is_read: np.ndarray | None,
+        queries: np.ndarray,
+        similarity: np.ndarray,
+        count: int,
+        metric: IndexMetric,
+        allowed: _AllowedRows,
+        read_keys: ReadKeys | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions and similarities, (n, c), of the nearest rows in some lists.
+
+        These are `nearest` (n, p), or those of them that `is_read` marks. `similarity` (n, L) are
+        those of all lists.
+        """
+        if allowed.positions is not None and is_read is not None and read_keys is not None:
+            return self._read_nearest(queries, nearest, is_read, count, metric, allowed, read_keys)
+        at = np.arange(len(queries))[:, None]
+        return self._search_codes(
+            queries, nearest, is_read, similarity[at, nearest], count, allowed
+        )
+
+    def _extend_search(
+        self,
+        some: np.ndarray,
+        nearest: np.ndarray,
+        is_read: np.ndarray,
+        positions: np.ndarray,
+        nearness: np.ndarray,
+        conditional: ConditionalSearch,
+        search: tuple[Any, ...],
+    ) -> None:
+        """Search all lists again that may have one of the best rows of some queries.
+
+        Write what is found into `positions` and `nearness` (n, c). The other arguments are those of
+        `_search_lists`.
+        """
+        queries, similarity, count, metric, allowed, read_keys = search
+        queries, similarity = queries[some], similarity[some]
+        last = min(conditional.best, nearness.shape[1]) - 1
+        worst = -np.partition(-nearness[some], last, axis=1)[:, last]
+        mean, deviation = self._estimate_moments(queries, similarity, metric)
+        # The expected number of rows of each list that are better than the worst of the best rows.
+        expected = allowed.counts * upper_tail(
+            (worst[:, None] - mean) / np.maximum(deviation, 1e-30)
+        )
+        is_in = np.zeros(expected.shape, bool)
+        np.put_along_axis(is_in, nearest[some], is_read[some], axis=1)
+        expected[is_in] = np.inf
+        order = (-expected).argsort(axis=1)
+        ordered = np.take_along_axis(expected, order, axis=1)
+        # What is left behind each place.
+        left = ordered[:, ::-1].cumsum(axis=1)[:, ::-1]
+        is_read = left > conditional.max_missed
+        width = int(is_read.sum(axis=1).max())
+        order, is_read = order[:, :width], is_read[:, :width]
+        found = self._search_lists(
+            order, is_read, queries, similarity, count, metric, allowed, read_keys
+        )
+        positions[some], nearness[some] = found
 
     def _search_codes(
         self,
@@ -389,17 +491,75 @@ class RowIndex:
         return group.to_positions(group.lists.find_rows(queries, lists, size))
 
     def _choose_lists(
-        self, similarity: np.ndarray, lists: int, counts: np.ndarray
+        self,
+        similarity: np.ndarray,
+        lists: int,
+        counts: np.ndarray,
+        conditional: ConditionalSearch | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nearest lists of each query that have as many of the `counts` as `lists`
-        lists have rows, (n, p), and a mask (n, p) of those that the query reads."""
-        nearest = np.argsort(-similarity, axis=1)
-        read = np.cumsum(counts[nearest], axis=1)
-        needed = (read < lists * self.rows_per_list).sum(axis=1) + 1
-        needed = needed.clip(min(lists, self.list_count), self.list_count)
-        nearest = nearest[:, : int(needed.max(initial=1))]
+        """Return the nearest lists of each query (n, p), and a mask (n, p) of those that it reads.
+
+        They have as many of the allowed `counts` as `lists` lists have rows. They have fewer if
+        there are enough rows for `conditional`. `similarity` (n, L) are those of all lists.
+        """
+        least, sizes = min(lists, self.list_count), self._built_counts
+        tried, needed, share = self.list_count, 0.0, 0.0
+        if conditional is not None:
+            share = float(counts.sum()) / float(sizes.sum())
+            needed = conditional.find_needed_rows(share)
+            # Few lists are sorted at first, and all of them only if these are not enough.
+            tried = min(math.ceil(1.5 * needed / self.rows_per_list) + 2 * least, tried)
+        while True:
+            if tried < self.list_count:
+                nearest = similarity.argpartition(-tried, axis=1)[:, -tried:]
+                order = np.take_along_axis(similarity, nearest, axis=1).argsort(axis=1)
+                nearest = np.take_along_axis(nearest, order[:, ::-1], axis=1)
+            else:
+                nearest = (-similarity).argsort(axis=1)
+            allowed = counts[nearest].cumsum(axis=1)
+            is_enough = allowed >= lists * self.rows_per_list
+            if conditional is not None:
+                rows = sizes[nearest].cumsum(axis=1)
+                has_rows = rows >= needed
+                # At the first place with enough rows, enough of them must be allowed.
+                place = np.where(has_rows.any(axis=1), has_rows.argmax(axis=1), -1)[:, None]
+                dense = MIN_RELATIVE_DENSITY * share * np.take_along_axis(rows, place, axis=1)
+                is_enough |= has_rows & (np.take_along_axis(allowed, place, axis=1) >= dense)
+            is_enough[:, : least - 1] = False
+            if tried == self.list_count or is_enough.any(axis=1).all():
+                break
+            tried = self.list_count
+        is_enough[:, -1] = True
+        last = is_enough.argmax(axis=1)
+        nearest = nearest[:, : int(last.max(initial=0)) + 1]
         # In a batch, each query reads what it would read alone.
-        return nearest, np.arange(nearest.shape[1]) < needed[:, None]
+        return nearest, np.arange(nearest.shape[1]) <= last[:, None]
+
+    def count_rows_to_read(
+        self, queries: np.ndarray, metric: IndexMetric, positions: np.ndarray
+    ) -> np.ndarray:
+        """Return how many rows a search for some rows reads: a number for each position (n, c).
+
+        The search reads the nearest lists of each query (n, d), up to the list of the row. It reads
+        no row to find one without an index.
+        """
+        order = (-self._list_similarity(queries, metric)).argsort(axis=1)
+        rows = np.empty(order.shape, np.int64)
+        np.put_along_axis(rows, order, self._built_counts[order].cumsum(axis=1), axis=1)
+        lists = self._find_lists(positions)
+        rows = np.take_along_axis(rows, np.maximum(lists, 0), axis=1)
+        return np.where(lists < 0, 0, rows)
+
+    def _find_lists(self, positions: np.ndarray) -> np.ndarray:
+        """Return the list of the row at each position; −1 without an index."""
+        lists = np.full(positions.shape, -1)
+        for part in self.parts:
+            is_inside = (positions >= part.start) & (positions < part.start + part.live_count)
+            rows = positions[is_inside] - part.start
+            rows = rows if part.live is None else np.flatnonzero(part.live)[rows]
+            found = part.segment_index.lists_of_rows(rows + part.begin) + part.first_list
+            lists[is_inside] = self._numbers.searchsorted(found)
+        return lists
 
     def _list_similarity(self, queries: np.ndarray, metric: IndexMetric) -> np.ndarray:
         """Return the similarity of each query to the mean of each list, (n, L)."""
@@ -434,16 +594,9 @@ class RowIndex:
         such rows is about √(2 ln m) standard deviations, which limits the sum.
         """
         slope, at, counts = metric.slope, np.arange(len(queries))[:, None], allowed.counts
-        if metric.is_distance:
-            offset = self._list_spreads * (slope * self._list_means.shape[1] / 2)
-            log_mass = slope * similarity.astype(float)
-            # The variance of the similarities of a list is −2 · similarity · spread.
-            deviation = np.sqrt(-2 * slope * log_mass * self._list_spreads)
-            log_mass -= offset
-        else:
-            log_mass = slope * similarity.astype(float)
-            length = np.sqrt(np.einsum("ij,ij->i", queries, queries, dtype=float))
-            deviation = (slope * length[:, None]) * self._list_deviations
+        log_mass, deviation = self._estimate_moments(queries, similarity, metric)
+        log_mass *= slope
+        deviation *= slope
         # x²/2, continued by its tangent beyond the limit: (x² − max(x − limit, 0)²) / 2
         excess = np.maximum(deviation - allowed.limits, 0)
         log_mass += allowed.log_counts + (deviation + excess) * (deviation - excess) / 2
@@ -465,6 +618,24 @@ class RowIndex:
         unread = np.minimum(most, log_sum_exp(chosen))
         unread = np.where(left > 0, unread, -np.inf)
         return np.asarray(np.logaddexp(log_sum_exp(log_mass), unread))
+
+    def _estimate_moments(
+        self, queries: np.ndarray, similarity: np.ndarray, metric: IndexMetric
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean and the deviation (n, L) of the similarities of each list's rows.
+
+        `similarity` (n, L) are those of the means of the lists, around which the rows count as
+        scattered evenly.
+        """
+        mean = similarity.astype(float)
+        if metric.is_distance:
+            # The variance of the similarities of a list is −2 · similarity · spread.
+            deviation = np.sqrt(-2 * mean * self._list_spreads)
+            mean -= self._list_spreads * (self._list_means.shape[1] / 2)
+        else:
+            length = np.sqrt(np.einsum("ij,ij->i", queries, queries, dtype=float))
+            deviation = length[:, None] * self._list_deviations
+        return mean, deviation
 
     def _find_allowed_rows(self, selection: RowSelection | None) -> _AllowedRows:
         if selection is not None and selection.mask is None:
@@ -522,6 +693,17 @@ def log_sum_exp(x: np.ndarray) -> np.ndarray:
     shift = np.where(np.isfinite(top), top, 0)
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(np.exp(x - shift[..., None]).sum(axis=-1)) + shift)
+
+
+def upper_tail(x: np.ndarray) -> np.ndarray:
+    """Return about the probability that a normal number is larger than x.
+
+    >>> upper_tail(np.array([-8.0, 0.0, 1.645])).round(2).tolist()
+    [1.0, 0.5, 0.05]
+    """
+    size = np.abs(x)
+    tail = np.exp(-(0.717 + 0.416 * size) * size) / 2
+    return np.where(x < 0, 1 - tail, tail)
 
 
 def open_row_index(view: TableView, metric: MetricName) -> RowIndex:

@@ -280,6 +280,10 @@ class SegmentIndex:
         """Return the lists (r,) of the marked rows, for marks (m,) of all rows."""
         return np.asarray(self._list_of_row[is_read], np.int64)
 
+    def lists_of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return the lists of some rows."""
+        return np.asarray(self._list_of_row[rows], np.int64)
+
 
 class MergedLists:
     """The lists of some segments with the same means and codes, which are searched together.
