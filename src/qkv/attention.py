@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
@@ -551,6 +552,13 @@ for _function in (attend, weights, explain, warm):
     setattr(_function, "autograph_info__", None)  # noqa: B010
 
 
+MAX_STORED_WEIGHTS = 2**16
+"""NumPy attends over stored rows with the weights of all rows if there are at most so many.
+
+No gradient is needed, and reading the keys and then the values is faster than both in blocks.
+"""
+
+
 def attend_rows(
     rows: StoredRows,
     query: Array,
@@ -595,9 +603,15 @@ def attend_rows(
             approximate = certified.attend_rows(rows, host, score, weighting, tolerance, confidence)
             if not isinstance(approximate, str):
                 return to_framework_array(fw, approximate, query)
-        if fw.name == "numpy":
-            score = adapt_score(rows, score, fw.dtype_name(query))
         call = Call(query, rows.key, rows.value, score, weighting)
+        if fw.name == "numpy":
+            if not rows.reads_chunks_separately and call.n * rows.shape[0] <= MAX_STORED_WEIGHTS:
+                out = linear.run_stored(call)
+                if out is None:
+                    wide = query.astype(np.result_type(query, np.float32), copy=False)
+                    out = forward.weigh_rows(rows, wide, score, weighting).output
+                return fw.astype(out, fw.dtype_name(query))
+            call = replace(call, score=adapt_score(rows, score, fw.dtype_name(query)))
         if call.may_exceed_float64 and (
             rows.shape[0] if rows.allowed is None else rows.allowed.any()
         ):

@@ -298,10 +298,10 @@ def run_stored(call: Call) -> Array | None:
     """
     assert isinstance(call.key, UnreadArray) and call.value is not None
     (m, width), value_width = call.key.shape, call.value.shape[-1]
-    call = call.upcast()
     is_linear = type(call.score) in STORED_SCORES and not getattr(call.score, "softcap", None)
     if type(call.weighting) is not Raw or not is_linear or not m:
         return None
+    call = call.upcast()
     if call.n * m <= MAX_DENSE_SCORES or call.n * (width + value_width) < 2 * width * value_width:
         return None
     fw = call.fw

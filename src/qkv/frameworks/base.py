@@ -341,6 +341,10 @@ class Framework:
         """Return whether all elements are known to be finite; False if a check would be slow."""
         return False
 
+    def value_range(self, x: Array) -> tuple[float, float]:
+        """Return the smallest and the largest element."""
+        return float(self.xp.min(x)), float(self.xp.max(x))
+
     def row_max(self, x: Array) -> Array:
         """Return the maximum of the last axis, (…, 1)."""
         return self.xp.max(x, axis=-1, keepdims=True)

@@ -266,6 +266,9 @@ class NumPy(Framework):
     def is_surely_finite(self, x: Array) -> bool:
         return math.isfinite(numpy.add.reduce(x, None))
 
+    def value_range(self, x: Array) -> tuple[float, float]:
+        return float(numpy.minimum.reduce(x, None)), float(numpy.maximum.reduce(x, None))
+
     def sigmoid(self, x: Array) -> Array:
         if x.dtype.kind != "f" or x.size == 0 or not x.min() >= MIN_PRECISE_EXPONENT:
             return super().sigmoid(x)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qkv.errors import QkvError
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.ragged import DenseAndSparse
+from qkv.util.caches import insert_bounded
 from qkv.util.deadline import check_deadline
 from qkv.util.progress import progress_bar
 from qkv.util.types import Array, Arrays, MergeFunction, PartialStateFunction, Shape, Span
@@ -23,6 +25,10 @@ MAX_FLOATS_PER_SPAN = 2**18
 
 MAX_GATHERED_FLOATS_PER_SPAN = 2**20
 """Key elements that are gathered at a time. For fewer, threads take longer than the arithmetic."""
+
+
+MAX_CACHED_SPANS, MAX_CACHED_SPAN_SIZES = 1024, 8
+"""Lists of at most this number of spans are cached, for this number of sizes."""
 
 
 class QuantizedKeys(NamedTuple):
@@ -149,13 +155,15 @@ class KeyTermsCache(NamedTuple):
     """The key terms (m,) of the rows of a table, by score and dtype.
 
     `positions` are those of the rows that are read, or None for all rows. `read_sample` returns the
-    key vectors of the first rows of the table, whichever rows are read.
+    key vectors of the first rows of the table, whichever rows are read. For each dtype, `adapted`
+    has the last score that was adapted to this sample, and the adapted score.
     """
 
     arrays: dict[Any, np.ndarray]
     total: int
     positions: np.ndarray | None = None
     read_sample: Callable[[], np.ndarray] | None = None
+    adapted: dict[str, tuple[Any, Any]] | None = None
 
     def rows_of(self, span: RowSpan) -> slice | np.ndarray:
         """Return where the rows of a span are in the arrays."""
@@ -222,6 +230,7 @@ class StoredRows:
     - `key_terms_cache` caches the key terms of scores.
     - `bounds_cache` caches bounds of row spans, by start and size, and sums over blocks of rows.
     - `prefetch_chunks(fields)` is like `read_chunks`, and may read the named fields in advance.
+    - `caches_spans`: the chunks stay the same, and the spans are built once for each size.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = StoredRows(lambda: [RowChunk(keys, live=np.array([True, False, True]))], (2, 2))
@@ -239,8 +248,10 @@ class StoredRows:
         key_terms_cache: KeyTermsCache | None = None,
         bounds_cache: dict[Any, Any] | None = None,
         prefetch_chunks: Callable[[Collection[str]], Iterable[RowChunk]] | None = None,
+        caches_spans: bool = False,
     ):
         self.read_chunks = read_chunks
+        self.span_cache: dict[tuple[int, bool], list[RowSpan]] | None = {} if caches_spans else None
         self.prefetch_chunks = prefetch_chunks or (lambda fields: read_chunks())
         self.shape, self.value_width, self.allowed = shape, value_width, allowed
         self.reads_chunks_separately = reads_chunks_separately
@@ -360,7 +371,7 @@ class RowSpans:
 
     def __iter__(self) -> Iterator[list[RowSpan]]:
         if not self.rows.reads_chunks_separately:
-            yield [span for group in self._span_groups(self.rows.read_chunks()) for span in group]
+            yield self._read_spans()
             return
         # Rows that do not fit in memory take a while to read: show progress.
         done, total = 0, self.rows.shape[0]
@@ -369,6 +380,23 @@ class RowSpans:
                 yield group
                 done += sum(span.size for span in group)
                 report(done, total)
+
+    def _read_spans(self) -> list[RowSpan]:
+        """Return the spans of all chunks, from the cache if their files are unchanged."""
+        cache, identity = self.rows.span_cache, (self.span_size, self.codes_only)
+        spans = None if cache is None else cache.get(identity)
+        if spans is not None:
+            try:
+                for span in spans:
+                    span.check_readable()
+                return spans
+            except QkvError:
+                pass  # reading the chunks again opens the file again, or raises
+        chunks = self.rows.read_chunks()
+        spans = [span for group in self._span_groups(chunks) for span in group]
+        if cache is not None and len(spans) <= MAX_CACHED_SPANS:
+            insert_bounded(cache, identity, spans, MAX_CACHED_SPAN_SIZES)
+        return spans
 
     def _span_groups(self, chunks: Iterable[RowChunk]) -> Iterator[list[RowSpan]]:
         at, allowed = 0, self.rows.allowed
@@ -443,6 +471,8 @@ class RowReader:
 def to_framework_array(fw: Framework, x: np.ndarray | DenseAndSparse, like: Array) -> Array:
     """Convert an array that was read to the framework, dtype and device of `like`, if possible
     without a copy."""
+    if fw.name == "numpy":
+        return fw.block_from_host(np.asarray(x), like, fw.dtype_name(like))
     with warnings.catch_warnings():
         # Torch warns about arrays that are not writable; nothing here writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -215,7 +215,7 @@ def _safe_squared_norms(x: Array) -> Array | None:
     if fw.needs_gradient([x]) or 0 in x.shape:
         return None
     squares = fw.squared_norms(x)
-    least, most = float(fw.xp.min(squares)), float(fw.xp.max(squares))
+    least, most = fw.value_range(squares)
     return squares if least > SAFE_SQUARES[0] and most < SAFE_SQUARES[1] else None
 
 

@@ -226,3 +226,17 @@ def test_what_it_reads() -> None:
         and not encoder.can_read_query((1, 2))
         and not encoder.can_read_query(None)
     )
+
+
+@pytest.mark.parametrize("number", [3, 2.5, -1e30, True, 1e308, 10**400, math.inf, math.nan])
+def test_one_number_is_encoded_like_one_of_several(number):
+    """One number takes a shorter way."""
+
+    def encode(keys):
+        try:
+            code = Numbers().fit([1.0, 2.5, 4.0]).encode(keys)
+        except ArgumentError as error:
+            return str(error)
+        return code.dtype, code.shape, code.tobytes()
+
+    assert encode([number]) == encode((number,))

@@ -464,3 +464,48 @@ def test_scores_that_float64_does_not_hold_are_refused_as_by_attend(weighting, a
     none = StoredRows(lambda: [RowChunk(key, key)], (3, 1), 1, np.zeros(3, bool))
     assert attention.attend_rows(none, far, **options).tolist() == [[0.0]]
     assert attention.weigh_rows(none, far, **options).weights.tolist() == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize(
+    "weighting",
+    ["softmax", "entmax15", "sigmoid", "hard", weightings.TopK(3), weightings.Normalized("zero")],
+    ids=str,
+)
+def test_queries_that_fit_the_cache_are_weighed_at_once(monkeypatch, weighting, allowed):
+    """The entropy of their weights is computed when it is read."""
+    rows = StoredRows(read, (int(LIVE.sum()), D), 3, ALLOWED if allowed else None)
+    score = "boxcar" if isinstance(weighting, weightings.Normalized) else "scaled_dot"
+
+    def weigh():
+        return attention.weigh_rows(rows, QUERY[:3], score=score, weighting=weighting)
+
+    want = weigh()
+    monkeypatch.setattr(engine, "MAX_CACHED_SCORES", 900)  # one or two of three queries
+    got = weigh()
+    monkeypatch.setattr(engine, "MAX_SCORES_WITHOUT_ENTROPY", 0)
+    in_blocks = weigh()
+    assert got.entropy is None and in_blocks.entropy is not None
+    for other in (got, in_blocks):
+        np.testing.assert_allclose(other.weights, want.weights, atol=1e-12)
+        np.testing.assert_allclose(other.output, want.output, atol=1e-12)
+        np.testing.assert_allclose(engine.get_entropy(other), engine.get_entropy(want), atol=1e-9)
+        assert (other.lse is None) == (want.lse is None)
+        if want.lse is not None:
+            np.testing.assert_allclose(other.lse, want.lse)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_attending_with_all_weights_and_in_blocks(monkeypatch, dtype):
+    rows = StoredRows(read, (int(LIVE.sum()), D), 3, ALLOWED)
+    query = QUERY[:3].astype(dtype)
+    for score in ("scaled_dot", "gaussian", "constant", "cosine", scores.Laplace(2.0)):
+        for weighting in ("softmax", "entmax15", "raw", "sigmoid"):
+            options = {"score": score, "weighting": weighting}
+            got = attention.attend_rows(rows, query, **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(attention, "MAX_STORED_WEIGHTS", 0)
+                want = attention.attend_rows(rows, query, **options)
+            assert got.dtype == want.dtype == query.dtype
+            close = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-10}[dtype]
+            np.testing.assert_allclose(got, want, rtol=close, atol=close)

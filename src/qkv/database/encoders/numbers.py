@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from qkv.util.formatting import quote_cell
 from qkv.util.keyword_hints import suggest_keywords
 from qkv.util.types import Array
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_SPREAD = 1e30
 """Vectors have the units of the keys if the spread is below this and above its inverse."""
 
@@ -111,6 +113,11 @@ class Numbers(Encoder):
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         mean, unit = self._require_fitted()
+        if type(keys) is list and len(mean) == len(keys) == 1 and type(keys[0]) in (int, float):
+            with contextlib.suppress(OverflowError):
+                number = (float(keys[0]) - mean[0]) / unit[0]
+                if abs(number) < MAX_FLOAT32:
+                    return np.array([[number]], np.float32)
         rows = to_float64_matrix(keys, len(mean))
         with np.errstate(over="ignore"):
             out = ((rows - mean) / unit).astype(np.float32)

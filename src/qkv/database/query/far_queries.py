@@ -64,6 +64,8 @@ def move_far_vectors(
         return code
     query, bandwidth = code.code, score.bandwidth
     fw, bounds = get_framework(query), view.key_bounds
+    if bounds is not None and type(query) is np.ndarray and _is_inside(query, bounds):
+        return code
     arrays = [query, bandwidth] if is_array(bandwidth) else [query]
     if fw.needs_gradient(arrays) or any(map(fw.is_abstract, arrays)) or bounds is None:
         return code
@@ -93,7 +95,7 @@ def move_far_queries(
     [[125831140.0]]
     """
     low, high = bounds
-    if (code >= low).all() and (code <= high).all():
+    if _is_inside(code, bounds):
         return code
     if bandwidth.ndim > 1 or not np.isfinite(bandwidth).all() or not np.isfinite(code).all():
         return code
@@ -106,6 +108,11 @@ def move_far_queries(
     unit = np.maximum(high - low, bandwidth)
     factor = np.abs(excess / unit).max(axis=1, keepdims=True) / MAX_EXCESS
     return np.where(factor > 1, wide - excess + excess / np.maximum(factor, 1), wide)
+
+
+def _is_inside(code: np.ndarray, bounds: KeyBounds) -> bool:
+    """Return whether all vectors (n, d) are in the range of the keys."""
+    return bool((code >= bounds[0]).all() and (code <= bounds[1]).all())
 
 
 def find_number_columns(view: TableView, query: Any) -> Iterator[FarColumn]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from qkv.database.table.view import ROWS_PER_CHUNK, TableView
 from qkv.errors import ArgumentError, format_plural
 from qkv.frameworks import is_array, to_numpy
 from qkv.frameworks.ragged import EncodedQuery
-from qkv.frameworks.stored_rows import WeighedRows
+from qkv.frameworks.stored_rows import StoredRows, WeighedRows
 from qkv.scores import Score
 from qkv.util.deadline import check_deadline
 from qkv.weightings import WeightingLike
@@ -56,6 +57,7 @@ class RowScan:
         self.view, self.score, self.weighting = view, score, weightings.resolve(weighting)
         self.tolerance, self.confidence, self.selection = tolerance, confidence, selection
         self.row_count, self.missing_value_count = selection.row_count, selection.missing_count
+        self._opened_vectors: dict[bool, StoredRows] = {}
 
     @property
     def allowed_rows(self) -> np.ndarray | None:
@@ -111,13 +113,13 @@ class RowScan:
 
     def compute_weights(self, queries: Any, value: bool) -> tuple[WeighedRows, str]:
         """Return the weights for a batch of queries, and the text that describes the engine."""
-        view, code, matches = self.view, EncodedQuery(None), None
+        code, matches = EncodedQuery(None), None
         if self.score.compares_keys:
             matches, engine = self.match_keys(queries), "exact index"
         else:
             code, engine = self._encode_queries(queries), f"scan of {self._scan_text}"
         weighed = attention.weigh_rows(
-            view.open_vectors(self.selection, value=value, sparse_positions=code.sparse_positions),
+            self._open_vectors(value, code.sparse_positions),
             code.code,
             score=self.score,
             weighting=self.weighting,
@@ -130,6 +132,17 @@ class RowScan:
         elif weighed.refusal:
             engine += f", exactly: {weighed.refusal}"
         return weighed, engine
+
+    def _open_vectors(self, value: bool, sparse_positions: Any) -> StoredRows:
+        """Return the vectors of the selected rows; those without sparse columns are cached."""
+        rows = self._opened_vectors.get(value) if sparse_positions is None else None
+        if rows is None:
+            rows = self.view.open_vectors(
+                self.selection, value=value, sparse_positions=sparse_positions
+            )
+            if sparse_positions is None:
+                self._opened_vectors[value] = rows
+        return rows
 
     def match_keys(self, queries: Any) -> np.ndarray:
         """Return an array (n, m): 1 if the row's key equals the query, else 0."""
@@ -184,13 +197,8 @@ class RowScan:
         if top >= len(size) or len(size) <= ROWS_PER_RUN:
             order = (-size).argsort(kind="stable")[:top]
         else:
-            # The largest weights are in those runs that have the largest maxima.
-            starts = np.arange(0, len(size), ROWS_PER_RUN)
-            best = np.maximum.reduceat(size, starts)
-            runs = starts[(best >= _kth_largest(best, top)) & (best > 0)]
-            order = (runs[:, None] + np.arange(ROWS_PER_RUN)).reshape(-1)
-            order = order[order < len(size)]
-            if len(order):
+            order = find_top_candidates(size, top)
+            if len(order) > top:
                 order = order[size[order] >= _kth_largest(size[order], top)]
             order = order[np.argsort(-size[order], kind="stable")][:top]
         # NaN is sorted to the end.
@@ -226,7 +234,7 @@ class RowScan:
         return list(map(Row, keys, values, weights.tolist(), positions.tolist(), records))
 
     def _read_records(self, positions: np.ndarray) -> list[dict[str, Any]]:
-        return self.view.read_rows(self.view.ids[positions].tolist())
+        return self.view.read_rows_at(positions)
 
     def unpack_value(self, pooled: np.ndarray) -> Any:
         """Return a pooled value (d_v,) for users: a float, a mapping of columns, or a vector."""
@@ -275,6 +283,36 @@ _SCALAR_TYPES = {str, int, bool, type(None)}
 def as_batch(query: Any) -> Any:
     """Return a single query as a batch of one query."""
     return query[None] if is_array(query) else [query]
+
+
+def find_top_candidates(x: np.ndarray, top: int) -> np.ndarray:
+    """Return ascending indices of positive numbers of x (m,), among them the `top` largest.
+
+    Of equal numbers, those with the lowest indices are among them.
+
+    >>> find_top_candidates(np.array([0.1, 0.3, 0.0, 0.2]), 2).tolist()
+    [1, 3]
+    """
+
+    def find_at_least(part: np.ndarray, least: Any) -> np.ndarray:
+        return np.flatnonzero(part >= least if least > 0 else part > 0)  # also if least is NaN
+
+    count = len(x) // ROWS_PER_RUN
+    if top > count:
+        # NaN would count as largest.
+        return find_at_least(x, 0 if math.isnan(x.sum()) else _kth_largest(x, top))
+    runs, rest = np.split(x, [count * ROWS_PER_RUN])
+    runs = runs.reshape(count, ROWS_PER_RUN)
+    best = np.maximum.reduce(runs, axis=1)
+    if math.isnan(best.sum()):
+        return find_at_least(x, 0)
+    # The largest numbers are in those runs that have the largest maxima. Of runs with equal maxima,
+    # the first ones suffice.
+    chosen = np.sort((-best).argsort(kind="stable")[:top])
+    least = best[chosen].min()
+    at = find_at_least(runs[chosen], least)
+    found = chosen[at // ROWS_PER_RUN] * ROWS_PER_RUN + at % ROWS_PER_RUN
+    return np.concatenate([found, find_at_least(rest, least) + count * ROWS_PER_RUN])
 
 
 def _kth_largest(x: np.ndarray, k: int) -> Any:

@@ -88,6 +88,7 @@ class TableView:
         self._kind_counts_cache: dict[str, np.ndarray] = {}
         self._number_bounds_cache: dict[Any, tuple[float, float] | None] = {}
         self._key_terms_cache: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
+        self._adapted_scores: dict[str, tuple[Any, Any]] = {}
         self._bounds_cache: dict[Any, Any] = {}
         self.index_cache: dict[str, Any] = {}
         self._text_cache: TextCache = {}
@@ -414,7 +415,7 @@ class TableView:
             for name in condition.columns
             if name not in self.schema.vector_columns
         )
-        identity = None if condition.text is None else (condition.text, *kinds)
+        identity = None if condition.identity is None else (condition.identity, *kinds)
         results = results_of_store(self.snapshot.store_identity)
 
         def evaluate_chunk(chunk: ColumnChunk) -> np.ndarray:
@@ -626,9 +627,11 @@ class TableView:
                 len(self.ids),
                 positions,
                 (lambda: self._key_sample) if sparse_positions is None else None,
+                self._adapted_scores,
             ),
             self._bounds_cache if positions is None else None,
             prefetch_chunks=read_segments,
+            caches_spans=positions is None and self._cached_segments is not None,
         )
 
     def _read_rows_at(self, positions: np.ndarray, value_name: str) -> Iterator[RowChunk]:
@@ -728,19 +731,26 @@ class TableView:
 
     def _read_segments(self, ahead: Collection[str] = ()) -> Iterable[Any]:
         """Return the segments; `ahead` lists the tensors to prefetch."""
-        if self._cached_segments is None:
+        segments = self._cached_segments
+        if segments is None:
             return self.snapshot.iterate_segments(prefetch_fields=ahead)
-        for part in self._cached_segments:
-            part.check_not_truncated()
-        return self._cached_segments
+        for part in segments:
+            if part.is_truncated:
+                # The snapshot opens the file again, or raises.
+                for name in ("_cached_segments", "_located_parts"):
+                    vars(self).pop(name, None)
+                return self.snapshot.iterate_segments(prefetch_fields=ahead)
+        return segments
 
     @cached_property
     def _cached_segments(self) -> list[Any] | None:
-        """The list of segments if the table is small, else None.
+        """The list of segments; None if memory is scarce.
 
-        Reading the list again for each query would be slow.
+        Building the list again for each query would be slow.
         """
-        return list(self.snapshot.iterate_segments()) if len(self) <= ROWS_PER_CHUNK else None
+        if len(self) > ROWS_PER_CHUNK and self._is_memory_scarce:
+            return None
+        return list(self.snapshot.iterate_segments())
 
     @cached_property
     def _is_memory_scarce(self) -> bool:

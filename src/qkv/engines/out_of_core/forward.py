@@ -6,6 +6,7 @@ weight. The weighting turns scores into weights in its usual passes over blocks.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from qkv.engines.streaming import BlockPasses, compute_output
 from qkv.frameworks import get_framework
 from qkv.frameworks.ragged import DenseAndSparse
 from qkv.frameworks.stored_rows import RowReader, RowSpan, StoredRows, WeighedRows
-from qkv.scores import Score, evaluate_block, has_user_code
+from qkv.scores import Constant, Score, evaluate_block, has_user_code
 from qkv.util.types import Array, Span
 from qkv.weightings import State, TopK, Weighting
 from qkv.weightings.base import pool_by_weights
@@ -27,11 +28,17 @@ from qkv.weightings.base import pool_by_weights
 MAX_CACHED_SCORES = 2**18
 """Scores of a block that fits the processor's cache."""
 
+MAX_SCORES_WITHOUT_ENTROPY = 2**24
+"""The entropy of so many weights is not computed with them, but when it is read."""
+
 MIN_ROWS_PER_SPAN = 512
 """Rows that are scored together at least."""
 
 MAX_VALUE_ROWS_PER_READ = 2**18
 """The most rows of values that a core reads at a time."""
+
+MAX_WEIGHTS_PER_READ = 2**18
+"""The most weights that a core multiplies by values at a time, if there are several queries."""
 
 PooledSums = tuple[Any, ...]
 """Σᵢ αᵢ vᵢ (n, d_v); for a mean also Σᵢ αᵢ (n,) and the common value of all rows with weight."""
@@ -115,12 +122,25 @@ def _compute_weights(
 
     The entropy is None if the weights were computed at once. Large weights overwrite the scores.
     """
+    fw, (n, m) = get_framework(s), s.shape
+    live = None if allowed is None else allowed[None]
     if s.size <= MAX_CACHED_SCORES:
-        live = None if allowed is None else allowed[None]
-        alpha, lse = weighting.weights_and_lse(
-            s, live, get_framework(s).position_range(0, s.shape[1], s)[None]
-        )
+        alpha, lse = weighting.weights_and_lse(s, live, fw.position_range(0, m, s)[None])
         return alpha, None, lse
+    if m <= MAX_CACHED_SCORES and s.size <= MAX_SCORES_WITHOUT_ENTROPY:
+        # Some queries at a time fit the cache.
+        columns, parts = fw.position_range(0, m, s)[None], list[tuple[int, Array | None]]()
+
+        def weigh_queries(span: Span) -> None:
+            at = slice(span.start, span.start + span.size)
+            s[at], lse = weighting.weights_and_lse(s[at], live, columns)
+            parts.append((span.start, lse))
+
+        step = max(MAX_CACHED_SCORES // m, 1)
+        spans = [Span(at, min(step, n - at)) for at in range(0, n, step)]
+        fw.reduce_spans(weigh_queries, lambda one, two: None, None, spans)
+        by_query = [lse for _, lse in sorted(parts, key=itemgetter(0))]
+        return s, None, None if by_query[0] is None else np.concatenate(by_query)
     part = ScorePasses(s, allowed, weighting)
     _, row_facts, _ = compute_output(part, weighting)
     sums = part.replace_scores_with_weights(row_facts)  # s now holds the weights
@@ -133,6 +153,8 @@ def _compute_weights(
 
 def score_rows(rows: StoredRows, query: np.ndarray, score: Score) -> np.ndarray:
     """Return s(q, kᵢ) for every row, (n, m), computed on all cores."""
+    if type(score) is Constant:
+        return np.ones((len(query), rows.shape[0]), query.dtype)
     out = np.empty((len(query), rows.shape[0]), query.dtype)
     score = adapt_score(rows, score, query.dtype)
     has_positions = has_user_code(score) or score.needs_positions
@@ -310,7 +332,8 @@ def pool_values(rows: StoredRows, alpha: np.ndarray | SparseWeights, mean: bool)
                 value = cut.read_values()
         return pool_block(weights, value, mean)
 
-    size = max(min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ), 512)
+    size = min(streaming.MAX_KEY_NUMBERS_PER_READ // width, MAX_VALUE_ROWS_PER_READ)
+    size = max(min(size, MAX_WEIGHTS_PER_READ // len(alpha)), 512)
     cuts = rows.iter_spans(size, prefetch_fields=("value",) if sparse is None else ())
     sums: PooledSums = RowReader(get_framework(alpha)).reduce_spans(
         pool_cut, merge_sums, none, cuts
@@ -341,9 +364,12 @@ def finish_sums(sums: PooledSums) -> np.ndarray:
     """
     out, *more = sums
     if more and more[1] is not None:
-        (mass, common), out = more, np.array(out)
-        rows = np.flatnonzero(mass > 0)
-        out[rows] = np.where(np.isnan(common), out[rows] / mass[rows, None], common)
+        mass, common = more
+        is_positive = mass > 0
+        mean = out / (mass if is_positive.all() else np.where(is_positive, mass, 1))[:, None]
+        if not np.isnan(common).all():
+            mean = np.where(np.isnan(common) | ~is_positive[:, None], mean, common)
+        return np.asarray(mean, out.dtype)
     return np.asarray(out)
 
 
@@ -352,13 +378,22 @@ def _common_value(value: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
 
     None if all weights are 0.
     """
+    if (
+        len(value)
+        and weight[:, 0].any()
+        and weight[:, -1].any()
+        and not (value[0] == value[-1]).any()
+    ):
+        return np.where(False, value[0], np.nan)
     used = np.logical_or.reduce(weight != 0, 0) if len(weight) > 1 else weight[0] != 0
-    if not used.any():
+    begin = int(used.argmax()) if len(used) else 0
+    if not len(used) or not used[begin]:
         return None
-    first, last = value[used.argmax()], value[len(used) - 1 - used[::-1].argmax()]
-    common = np.where(first == last, first, np.nan)
-    candidates = np.flatnonzero(first == last)
-    if len(candidates):
+    first, last = value[begin], value[len(used) - 1 - int(used[::-1].argmax())]
+    is_equal = first == last
+    common = np.where(is_equal, first, np.nan)
+    if is_equal.any():
+        candidates = np.flatnonzero(is_equal)
         differ = ((value[:, candidates] != common[candidates]) & used[:, None]).any(axis=0)
         common[candidates[differ]] = np.nan
     return common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,21 @@ def adapt_score(rows: StoredRows, score: Score, dtype: Any) -> Score:
     if type(score).adapt_to_keys is Score.adapt_to_keys or rows.shape[0] <= SAMPLED_ROWS:
         return score
     # The same sample for each filter: terms of keys around another mean could not be reused.
-    read_sample = rows.key_terms_cache.read_sample
-    if read_sample is not None:
-        sample = read_sample()
-    else:
+    cache, name = rows.key_terms_cache, np.dtype(dtype).name
+    if cache.read_sample is None:
         first = rows.first_chunk()
         if first is None or isinstance(first.key, DenseAndSparse):
             return score
-        sample = first.sample_keys()
+        return _adapt_to_sample(score, first.sample_keys(), dtype)
+    last, adapted = (None, None) if cache.adapted is None else cache.adapted.get(name, (None, None))
+    if adapted is None or last is not score:
+        adapted = _adapt_to_sample(score, cache.read_sample(), dtype)
+        if cache.adapted is not None:
+            cache.adapted[name] = score, adapted
+    return adapted
+
+
+def _adapt_to_sample(score: Score, sample: np.ndarray, dtype: Any) -> Score:
     return score.adapt_to_keys(sample.astype(dtype, copy=False)) if len(sample) else score
 
 
@@ -62,9 +70,11 @@ def load_key_terms_at(
             cache.arrays.pop(other, None)
         terms = cache.arrays.setdefault(signature, np.full(cache.total, np.nan, dtype))
     part: np.ndarray = terms[at]
-    total = np.add.reduce(part, axis=None)
-    if np.isnan(total):
+    total = float(np.add.reduce(part, axis=None))
+    if math.isfinite(total):
+        return part
+    if math.isnan(total):
         new = score.key_terms(key.astype(dtype, copy=False))
         terms[at] = UNUSABLE if new is None else new
         return new
-    return part if np.isfinite(total) else None
+    return None
