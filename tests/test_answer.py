@@ -381,6 +381,7 @@ def test_json():
         "hint": "",
         "confidence": pytest.approx(0.74522, abs=1e-4),
         "confidence_text": "fairly sure (75 %)",
+        "expected_error": None,
     }
 
 

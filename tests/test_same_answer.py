@@ -40,11 +40,20 @@ ROOMS: dict[str, list[Any]] = {
     "seats": [float(number % 7) for number in range(70)],
     "plan": [f"plan {number}" for number in range(70)],
 }
+STATIONS: dict[str, list[Any]] = {
+    "x": [float(i % 9) + i / 100 for i in range(60)],
+    "y": [float(i % 7) for i in range(60)],
+    "height": [float((i * i) % 13) for i in range(60)],
+    "class": ["low" if (i * i) % 13 < 6 else "high" for i in range(60)],
+}
 ROOM_PAIRS = [
     (f"Rom {number}", ROOMS["room"][number - number % 2 - 101]) for number in range(102, 131)
 ]
 ROOM_QUERIES = ("Room 350", "Rom 111", "floor 3 room 123")
-FIELDS = ("value", "mean", "value_is_mean", "spread", "confidence", "confidence_text", "hint")
+FIELDS = (
+    *("value", "mean", "value_is_mean", "spread", "expected_error"),
+    *("confidence", "confidence_text", "hint"),
+)
 WEIGHTINGS = ("softmax", "average", "topk:2")
 
 
@@ -119,6 +128,35 @@ def test_every_entry_point_gives_the_same_answer(
     assert {x: shown[x] for x in ("value", "mean", "value_is_mean", "spread")} == {
         x: expected[x] for x in ("value", "mean", "value_is_mean", "spread")
     }
+
+
+@pytest.mark.parametrize("value", ["height", "class"])
+def test_the_error_for_left_out_rows_is_the_same_everywhere(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "stations.qkv"
+    options: dict[str, Any] = {"key": ["x", "y"], "value": value}
+    memory = qkv.Database.from_columns(STATIONS, **options)
+    qkv.Database.from_columns(STATIONS, **options, path=path).close()
+    answer = memory.ask((3.2, 4.4))
+    expected = approximately(collect_fields(answer))
+    if value == "height":
+        assert "nearby keys say little about the value" in answer.hint
+        assert answer.expected_error > 2 and ", error about " in answer.confidence_text
+    with qkv.open(path) as disk:
+        assert collect_fields(disk.ask((3.2, 4.4))) == expected
+    assert collect_fields(pickle.loads(pickle.dumps(answer))) == expected
+    with serving(path) as (url, _), qkv.Client(url) as client:
+        assert collect_fields(client["stations"].ask((3.2, 4.4))) == expected
+    shell = data("ask", path, "3.2, 4.4")
+    fields = [x for x in FIELDS if x in shell]
+    assert {x: shell[x] for x in fields} == {x: expected[x] for x in fields}
+    assert {"expected_error", "hint", "confidence"} <= shell.keys()
+    pytest.importorskip("ray")
+    from tests.cluster.local_shards import cluster
+
+    parts = [str(tmp_path / f"{i}.qkv") for i in range(2)]
+    split(path, parts)
+    with cluster(parts, 2) as shards:
+        assert collect_fields(shards.ask((3.2, 4.4))) == expected
 
 
 @pytest.mark.parametrize("name", TABLES)

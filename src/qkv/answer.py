@@ -67,6 +67,9 @@ MIN_OTHER_WORDS = 0.2
 MAX_RELIABLE_LOGIT = 6.0
 """A larger logit says no more: a few wrong answers with one would spoil the fit of `calibrate`."""
 
+MIN_SHARE = 1e-6
+"""A smaller share of the weight counts as this one."""
+
 MAX_CONFIDENCE = 0.99
 """No confidence is larger: typos can make one key out of another."""
 MAX_LOGIT = 30.0
@@ -91,7 +94,7 @@ SERIALIZED_FIELDS = (
         "exact",
     ),
     *("error_bound", "rows_read", "bound_is_probabilistic", "engine", "hint"),
-    *("confidence", "confidence_text"),
+    *("confidence", "confidence_text", "expected_error"),
 )
 """The attributes that `to_dict` contains."""
 SERIALIZED_NAMES = {"bound_is_probabilistic": "statistical"}
@@ -207,6 +210,25 @@ class Answer(Displayable):
         return self._backend.compute_spread()
 
     @lazy_property
+    def expected_error(self) -> Any:
+        """The root mean square error to expect from a mean over keys of numbers or vectors.
+
+        It is measured on the rows of the table: each is left out, and its value compared with the
+        answer from the other rows. At a key of the table it is smaller. A float, or a mapping for
+        several columns. None if there is no estimate: with another score or weighting, with fewer
+        than 8 rows, and for values that are not a mean of numbers.
+
+        >>> import numpy as np
+        >>> from qkv import Database
+        >>> x = np.linspace(0, 10, 100)
+        >>> Database(zip(x, np.sin(x))).ask(5.02).expected_error < 0.1
+        True
+        >>> Database(zip(x, np.sin(50 * x))).ask(5.02).expected_error > 0.5
+        True
+        """
+        return self._backend.compute_expected_error()
+
+    @lazy_property
     def prediction_set(self) -> list[Row]:
         """The rows that contain the right one with probability `coverage`, heaviest first.
 
@@ -257,7 +279,9 @@ class Answer(Displayable):
             state |= {"_value_shares": self._value_shares, "confidence": self.confidence}
         if self.coverage is not None:
             state["prediction_set"] = self.prediction_set
-        backend = DetachedBackend(self.rows, self.weights, self.entropy, self.spread)
+        backend = DetachedBackend(
+            self.rows, self.weights, self.entropy, self.spread, self.expected_error
+        )
         return state | {"_backend": backend}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
@@ -441,7 +465,11 @@ class Answer(Displayable):
         """
         if not self.rows:
             return "no answer"
-        return self._mean_confidence_text() if self.value_is_mean else self._value_confidence_text()
+        if not self.value_is_mean:
+            return self._value_confidence_text()
+        text, error = self._mean_confidence_text(), self.expected_error
+        has_error = isinstance(error, float) and not self._backend.is_far
+        return f"{text}, error about {error:.2g}" if has_error else text
 
     @lazy_property
     def _value_shares(self) -> tuple[float, float]:
@@ -491,19 +519,17 @@ class Answer(Displayable):
         logit = self._backend.calibrate_logit(self._confidence_logit)
         logit = min(max(logit, -MAX_LOGIT), MAX_LOGIT)
         probability = min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
-        return probability * self._backend.confidence_factor(self.rows)
+        probability *= self._backend.confidence_factor(self.rows)
+        return min(probability, self._backend.confidence_limit(self._confidence_logit))
 
     @property
     def _confidence_logit(self) -> float:
         """The logit of the confidence, before a calibration or a hint changes it."""
-        share, next_share = (min(max(x, 1e-6), 1 - 1e-4) for x in self._value_shares)
-        bias, share_factor, margin_factor = CONFIDENCE_COEFFICIENTS
-        # Many rows that agree a little are less convincing than one row that fits.
-        margin = math.log(share / next_share) * min(self._top_weight / share, 1.0)
-        logit = bias + share_factor * math.log(share / (1 - share)) + margin_factor * margin
-        logit = min(max(logit, -MAX_RELIABLE_LOGIT), MAX_RELIABLE_LOGIT)
+        share, next_share = self._value_shares
+        logit = float(confidence_logit(share, next_share, self._top_weight))
         # If many rows agree, the best key need not be the one that the query names.
-        mismatch = self._backend.measure_mismatch(self.rows) * min(self._top_weight / share, 1.0)
+        top_share = min(self._top_weight / max(share, MIN_SHARE), 1.0)
+        mismatch = self._backend.measure_mismatch(self.rows) * top_share
         if not mismatch:
             return logit
         probability = math.exp(-MISMATCH_FACTOR * mismatch) / (1 + math.exp(-logit))
@@ -718,6 +744,23 @@ class Answer(Displayable):
             f"<tbody>{cells}</tbody></table>"
             f"<p class=e>{html.escape(self.explain())}</p></div>"
         )
+
+
+def confidence_logit(share: Any, next_share: Any, top_weight: Any) -> Any:
+    """Return the logit of the confidence, from shares of the weight.
+
+    `share` and `next_share` are those of the two heaviest values, and `top_weight` is the total
+    weight of the rows that have the largest weight. They are numbers or arrays.
+
+    >>> round(float(confidence_logit(0.9, 0.05, 0.9)), 2)
+    2.9
+    """
+    share, next_share = (np.clip(x, MIN_SHARE, 1 - 1e-4) for x in (share, next_share))
+    bias, share_factor, margin_factor = CONFIDENCE_COEFFICIENTS
+    # Many rows that agree a little are less convincing than one row that fits.
+    margin = np.log(share / next_share) * np.minimum(top_weight / share, 1.0)
+    logit = bias + share_factor * np.log(share / (1 - share)) + margin_factor * margin
+    return np.clip(logit, -MAX_RELIABLE_LOGIT, MAX_RELIABLE_LOGIT)
 
 
 class _Group(NamedTuple):

@@ -146,6 +146,17 @@ class AnswerBackend(ABC):
         """
         return 1.0
 
+    def confidence_limit(self, logit: float) -> float:
+        """Return the largest confidence: that of answers for keys that are left out.
+
+        `logit` is that of the default formula.
+        """
+        return 1.0
+
+    def compute_expected_error(self) -> Any:
+        """Return the expected error of a mean, or None; see `Answer.expected_error`."""
+        return None
+
     def measure_mismatch(self, rows: list[Row]) -> float:
         """Return from 0 to 1 how much the words of the query and the best key differ.
 
@@ -184,8 +195,11 @@ class AnswerBackend(ABC):
 class DetachedBackend(AnswerBackend):
     """The backend of a pickled answer, which contains the weights but not the database."""
 
-    def __init__(self, rows: list[Row], weights: np.ndarray, entropy: float, spread: Any):
-        self._rows, self._weights, self._entropy, self._spread = rows, weights, entropy, spread
+    def __init__(
+        self, rows: list[Row], weights: np.ndarray, entropy: float, spread: Any, error: Any = None
+    ):
+        self._rows, self._weights, self._entropy = rows, weights, entropy
+        self._spread, self._expected_error = spread, error
 
     def compute_weights(self) -> np.ndarray:
         return self._weights
@@ -195,6 +209,9 @@ class DetachedBackend(AnswerBackend):
 
     def compute_spread(self) -> Any:
         return self._spread
+
+    def compute_expected_error(self) -> Any:
+        return self._expected_error
 
     def rows_above(self, weight: float) -> list[Row]:
         """Return the rows of at least this weight; raise if the answer does not contain all of

@@ -18,7 +18,7 @@ class TestAsk:
         answer = data("ask", table, "the alchmist", "--key", "title", "--value", "author")
         fields = ["query", "value", "mean", "value_is_mean", "rows", "entropy", "effective_rows"]
         fields += ["total", "missing", "exact", "error_bound", "rows_read", "statistical"]
-        fields += ["engine", "hint", "confidence", "confidence_text"]
+        fields += ["engine", "hint", "confidence", "confidence_text", "expected_error"]
         assert answer["mean"] is None and answer["value_is_mean"] is False
         assert list(answer) == fields and answer["missing"] == 0 and answer["hint"] == ""
         assert not answer["exact"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 import qkv
@@ -69,3 +71,38 @@ def test_rows_with_the_same_key_count_together():
     assert [row["value_right"] for row in rows] == ["old", "x"]
     assert 0.3 < rows[0]["weight"] <= 0.5  # that of the row, as in `ask`
     assert len(list(left.join(right, min_weight=0.6, top=2))) == 3
+
+
+def test_a_row_without_a_value_is_a_match(tmp_path):
+    orders = qkv.Database({"chese": 3, "bred": 1})
+    rows = {"bread": 1.5, "cheese": None, "chees board": 22.0}
+    for prices in (qkv.Database(rows), qkv.Database({k: v and str(v) for k, v in rows.items()})):
+        first, second = orders.join(prices)
+        assert (first["key_right"], first["value_right"]) == ("cheese", None)
+        assert second["key_right"] == "bread" and second["value_right"] is not None
+        first, _ = orders.join(prices, where="key != 'bread'", weighting="hard", top=1)
+        assert first["key_right"] == "cheese"
+    with pytest.raises(KeyError, match="the nearest are 'cheese'"):
+        qkv.Database(rows)["chese"]
+
+
+def test_a_cluster_joins_rows_without_a_value(tmp_path):
+    pytest.importorskip("ray")
+    from qkv.cluster import split
+    from tests.cluster.local_shards import cluster
+
+    rows = {"bread": 1.5, "cheese": None, "chees board": 22.0, "apples": None}
+    with qkv.open(tmp_path / "all.qkv") as D:
+        D.add([*rows], [*rows.values()])
+        expected = pickle.loads(pickle.dumps(D.ask("chese")))
+        joined = list(qkv.Database({"chese": 3, "aples": 1}).join(D))
+    assert [row["key_right"] for row in joined] == ["cheese", "apples"]
+    parts = [str(tmp_path / f"{i}.qkv") for i in range(2)]
+    split(tmp_path / "all.qkv", parts)
+    with cluster(parts, 2) as shards:
+        answer = shards.ask("chese")
+        assert answer.hint == expected.hint == "the best match, cheese, lacks value and is left out"
+        assert answer.confidence == pytest.approx(expected.confidence, rel=1e-5)
+        assert list(qkv.Database({"chese": 3, "aples": 1}).join(shards)) == [
+            row | {"weight": pytest.approx(row["weight"], rel=1e-5)} for row in joined
+        ]

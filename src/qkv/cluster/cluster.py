@@ -108,11 +108,20 @@ class Cluster(ReadableDatabase[Any, Any]):
     def _find_value(self, key: Any, default: Any) -> Any:
         return self._view.find_value(key, default)
 
-    def _get_executor(
-        self, view: Any, score: Any, weighting: Any, where: Any, *options: Any
+    def _build_executor(
+        self,
+        view: Any,
+        score: Any,
+        weighting: Any,
+        where: Any,
+        *options: Any,
+        rows: str = "rows",
     ) -> Any:
         checked = self._check_ask_options(view, score, weighting, *options)
-        return ShardedQueryExecutor(view, view.resolve_score(score), weighting, where, *checked)
+        arguments = (view, view.resolve_score(score), weighting, where, *checked, None, rows)
+        return ShardedQueryExecutor(*arguments)
+
+    _get_executor = _build_executor
 
     def _attend_encoded(
         self,

@@ -149,6 +149,7 @@ class ShardedView(TableView):
         where: Any,
         excluded_position: int | None = None,
         without: Collection[int] = (),
+        rows: str = "rows",
     ) -> Job:
         """Return the job that every shard evaluates for these queries."""
         return Job(
@@ -162,6 +163,7 @@ class ShardedView(TableView):
             len(self),
             self.schema.can_pool_values,
             excluded_position,
+            rows,
         )
 
 
@@ -214,8 +216,10 @@ class ShardedQueryExecutor(QueryExecutor):
         library: str | None = None,
         confidence: float | None = None,
         excluded_position: int | None = None,
+        rows: str = "rows",
     ):
         self.view, self.score, self.where, self.top = view, score, where, top
+        self._rows = rows
         self._read_as, resolved = partial_attention.resolve_score_and_weighting(
             score, weighting, None
         )
@@ -244,6 +248,16 @@ class ShardedQueryExecutor(QueryExecutor):
     def _scan_with_hard_weights(self) -> ShardedQueryExecutor:
         options = (1, None, "", None, None, self._excluded_position)
         return ShardedQueryExecutor(self.view, self.score, Hard(), self.where, *options)
+
+    def _scan_rows_without_value(self) -> ShardedQueryExecutor:
+        options = (self.where, 1, None, "", None, None, None, "rows_without_value")
+        return ShardedQueryExecutor(self.view, self.score, Hard(), *options)
+
+    def find_best_without_value(self, query: Any) -> tuple[float, dict[str, Any]] | None:
+        try:
+            return super().find_best_without_value(query)
+        except LostShardError:
+            return None
 
     def _positions_with_key(self, key: Any) -> np.ndarray:
         try:
@@ -276,9 +290,8 @@ class ShardedQueryExecutor(QueryExecutor):
         code = EncodedQuery(None) if compares_keys else self._encode_queries(queries)
         code = code._replace(code=code.code.astype(float)) if use_float64 else code
         keys = queries if compares_keys else None
-        job = view.build_job(
-            code, keys, self._read_as, weighting, self.where, self._excluded_position, lost
-        )
+        options = (self._excluded_position, lost, self._rows)
+        job = view.build_job(code, keys, self._read_as, weighting, self.where, *options)
         sent_job = SentJob(view.snapshot, job, lost)
         top, ranked = self.rows_to_read, self.rows_to_rank
         skips_tolerance = compares_keys or (lost and not self._rounded)

@@ -88,6 +88,9 @@ class Job(NamedTuple):
     pools: bool
     excluded_position: int | None = None
     """Position of a row to leave out, among all rows of the cluster."""
+    rows: str = "rows"
+    """Which rows that pass `where` are meant: "rows" with a value, "rows_without_value" or
+    "all_rows"."""
 
 
 class SoftmaxNormalizer(NamedTuple):
@@ -192,7 +195,7 @@ class SliceEvaluator:
     def executor(self) -> QueryExecutor:
         """The executor for the rows of this slice that pass the job's condition."""
         job, view = self.job, self.view
-        selection = view.select_rows(job.where)
+        selection = getattr(view, f"select_{job.rows}")(job.where)
         excluded = (
             -1 if job.excluded_position is None else job.excluded_position - self.slice.origin
         )

@@ -405,7 +405,7 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
 
     def _nearest_keys(self, key: Any) -> list[Any]:
         """Return the keys most similar to a key that no row has, for the error message."""
-        answer = self.ask(key, top=3) if len(self) else []
+        answer = self._match_keys(key, top=3) if len(self) else []
         rows = [] if isinstance(answer, list) else answer.rows
         return list({quote_cell(row.key): row.key for row in rows}.values())
 
@@ -475,6 +475,19 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
             answers = answer_approximately(executor, queries, missing_weight)
         return answers[0] if is_single else answers
 
+    def _match_keys(self, queries: Any, **options: Any) -> Any:
+        """Answer queries as `ask` does, but from all rows: also from those without a value."""
+        view = self._nonempty_view()
+        if view.value_mask is None or options.get("approximate"):
+            return self.ask(queries, **options)
+        arguments = {"weighting": "softmax", "top": 5} | options
+        names = ("score", "weighting", "where", "top", "tolerance", "confidence")
+        values = map(arguments.get, names)
+        executor = self._build_executor(view, *values, rows="all_rows")
+        parsed, is_single = parse_queries(view, queries)
+        answers = executor.answer_queries(parsed)
+        return answers[0] if is_single else answers
+
     def _get_executor(
         self, view: TableView, score: Any, weighting: Any, where: Any, *options: Any
     ) -> QueryExecutor:
@@ -483,16 +496,28 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         cached = self._cached_executor
         if cached is not None and all(map(is_, arguments, cached[0])):
             return cached[1]
-        from qkv.database.query.executor import QueryExecutor
-
-        checked = self._check_ask_options(view, score, weighting, *options)
-        executor = QueryExecutor(
-            view, view.resolve_score(score), weighting, view.select_rows(where), *checked
-        )
-        executor.where = where
+        executor = self._build_executor(view, score, weighting, where, *options)
         # A function or a mutable condition may have changed at the next call.
         is_cacheable = where is None or type(where) is str
         self._cached_executor = (arguments, executor) if is_cacheable else None
+        return executor
+
+    def _build_executor(
+        self,
+        view: TableView,
+        score: Any,
+        weighting: Any,
+        where: Any,
+        *options: Any,
+        rows: str = "rows",
+    ) -> QueryExecutor:
+        """Return a new executor. `rows` is "rows" for those with a value, or "all_rows"."""
+        from qkv.database.query.executor import QueryExecutor
+
+        checked = self._check_ask_options(view, score, weighting, *options)
+        selection = getattr(view, f"select_{rows}")(where)
+        executor = QueryExecutor(view, view.resolve_score(score), weighting, selection, *checked)
+        executor.where = where
         return executor
 
     def _check_ask_options(
@@ -1185,7 +1210,9 @@ class Database(ReadableDatabase[K, V]):
         first_id = view.snapshot.last_id + 1
         tensors = encoding.encode_keys(encoder, keys, precision, first_id, progress)
         if settings is None:
-            settings = encoding.refit_metric(view, keys, remove)
+            settings = encoding.refit_metric(view, keys, columns, remove)
+        else:
+            settings |= encoding.measure_rows(schema, encoder, keys, columns)
         value_array = schema.build_value_array(columns)
         if value_array is not None:
             tensors["value"] = value_array
@@ -1293,7 +1320,9 @@ class Database(ReadableDatabase[K, V]):
             else:
                 description = encoding.describe_encoder(new_encoder, 0)
             # The counter tells apart encoders with equal settings but different arrays.
-            settings = {**view.settings, **description}
+            old = {x: y for x, y in view.settings.items() if x not in encoding.MEASURED_SETTINGS}
+            measured = encoding.measure_rows(view.schema, new_encoder, keys, {}, view)
+            settings = {**old, **description, **measured}
             settings["encoded"] = view.setting_number("encoded") + 1
             blocks = encoding.reencode_rows(view, new_encoder, keys, progress)
             self._store.rewrite_tensors(

@@ -108,11 +108,13 @@ def _join_batches(
     right_columns = list(right.columns)
     names = joined_columns(left.columns, right_columns, top)
     rows, done = iter(left.rows), 0
+    # A row without a value is a match too. A server has no way to ask for such rows.
+    match_keys = getattr(right, "_match_keys", right.ask)
     while batch := list(islice(rows, QUERIES_PER_BATCH)):
         keys = [_get_key(row, left.key) for row in batch]
         with_key = [i for i, key in enumerate(keys) if can_match(key, right)]
         answers = (
-            right.ask(Batch(keys[i] for i in with_key), top=max(top, 2), **options)
+            match_keys(Batch(keys[i] for i in with_key), top=max(top, 2), **options)
             if with_key
             else []
         )

@@ -122,6 +122,9 @@ class ServerBackend(AnswerBackend):
     def compute_hint(self, rows: list[Row]) -> str:
         return str(self._answer_data.get("hint", ""))
 
+    def compute_expected_error(self) -> Any:
+        return self._answer_data.get("expected_error")
+
     def compute_spread(self) -> Any:
         return self._ask_again(spread=True)["spread"]
 

@@ -113,6 +113,9 @@ ANSWER_SCHEMA = object_schema(
             ["number", "null"], "The estimated probability that the value is right."
         ),
         "confidence_text": typed_schema("string", "The confidence in words."),
+        "expected_error": {
+            "description": "The root mean square error to expect of a mean, from rows left out."
+        },
         "score": TEXT_SCHEMA,
         "weighting": TEXT_SCHEMA,
         "values": list_schema(object_schema("Share", {"value": {}, "weight": NUMBER_SCHEMA})),

@@ -413,3 +413,25 @@ def test_nobody_is_sure_of_a_missing_value():
     assert "lacks value" in answer.hint and answer.confidence == 0
     assert answer.confidence_text == "unsure (0 %)"
     assert qkv.Database(["apple", "bean"], [None, "x"]).ask("bean").confidence > 0.9
+
+
+@pytest.mark.parametrize("value", [44.9, "paid"])
+def test_a_typo_of_a_row_without_a_value_is_not_another_row(value):
+    rows = {"Schulz, Anna": None, "Schulze, Anna": value, "Meier, Jörg": value, "Weiß, Ina": value}
+    D = qkv.Database(rows)
+    for typo in ("Schulz Anna", "Anna Schultz", "Schulz, Ana"):
+        answer = D.ask(typo)
+        assert answer.hint == "the best match, Schulz, Anna, lacks value and is left out"
+        assert answer.confidence < 0.5
+    assert D.ask("Schulze Anna").hint == "" and D.ask("Schulze Anna").confidence > 0.9
+    # A row of the same key has the value.
+    several = qkv.Database(["Paris", "Paris", "Lyon"], [None, value, None])
+    assert several.ask("Pariss").hint == "" and several.ask("Pariss").confidence > 0.9
+    assert several.ask("Lyonn").hint.startswith("the best match, Lyon, lacks value")
+    # Rows that do not pass the condition do not matter.
+    table = {"name": [*rows], "paid": [*rows.values()], "year": [1, 2, 2, 2]}
+    by_name = qkv.Database.from_columns(table, key="name", value="paid")
+    assert "lacks paid" in by_name.ask("Schulz Anna").hint
+    assert "lacks" not in by_name.ask("Schulz Anna", where="year == 2").hint
+    # Between numbers, the neighbours tell a missing value.
+    assert qkv.Database({1.0: 1.0, 2.0: None, 3.0: 3.0}).ask(2.1).hint == ""

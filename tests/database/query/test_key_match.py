@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from starlette.testclient import TestClient
 
 import qkv
 from qkv.database.encoders.text import make_typo
+from qkv.database.query import key_match
 from qkv.database.query.key_match import count_edits, find_edits, measure_mismatch
 from qkv.serve.app import create_app
 from qkv.serve.databases import DatabaseRegistry
@@ -175,3 +177,70 @@ def test_the_class_of_a_sentence_needs_no_key_with_its_words() -> None:
     teams = qkv.Database([(f"{a} {b}", b) for a in FIRST for b in LAST[1:]])
     answer = teams.ask("Olga Smithers")
     assert answer._backend.measure_mismatch(answer.rows) > 0.2
+
+
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        ("Ann Lea", "Ann Lee", "letter"),
+        ("Ann Lea", "ann le", "letter"),
+        ("A-012", "A-0122", "digit"),
+        ("A-012", "A-021", "digit"),
+        ("form", "from", "letter"),
+        ("abcd", "badc", ""),
+        ("Ann Lee", "ann léé", ""),
+        ("Ann", "Bob", ""),
+        ("", "a", "letter"),
+        ("", "", ""),
+        ("李明", "李华", "letter"),
+    ],
+)
+def test_one_letter_or_digit(a, b, expected):
+    assert key_match.find_one_edit(a, b) == expected == key_match.find_one_edit(b, a)
+
+
+def test_the_share_of_keys_that_differ_by_one_letter_is_that_of_all_pairs():
+    draw = random.Random(1)
+    first = ("Ann", "Anna", "Bo", "Bob", "Carl", "Dan", "Dana", "Eva", "Jon", "John", "Kim", "Tim")
+    last = ("Smith", "Smyth", "Meier", "Meyer", "Li", "Lee", "Wang", "Wong", "Lopez", "Shah", "Ali")
+    for count in (30, 200):
+        pairs = ((draw.choice(first), draw.choice(last)) for _ in range(count))
+        names = sorted({" ".join(pair) for pair in pairs})
+        near = [any(key_match.find_one_edit(a, b) for b in names) for a in names]
+        measured = key_match.measure_one_edit(names)
+        assert measured == pytest.approx((sum(near) / len(names), 0.0), abs=0.05)
+    for count in (100, 9000):
+        measured = key_match.measure_one_edit([f"A{i:04}" for i in range(count)])
+        assert measured == pytest.approx((0.0, 1.0), abs=0.001)
+    assert key_match.measure_one_edit([]) == (0.0, 0.0)
+    assert key_match.measure_one_edit(["x" * 200, "x" * 199 + "y", "a" * 30]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "keys, typo, kind",
+    [
+        ([f"{a}{i:02}" for a in "XY" for i in range(20)], "X077", "digit"),
+        (
+            ["Ann Lee", "Ann Lea", "Jan Wu", "Jon Wu", "Tim Ali", "Kim Ali", "Bo Li"],
+            "Bo Lu",
+            "letter",
+        ),
+    ],
+)
+def test_where_one_letter_makes_another_key_a_near_key_is_not_sure(tmp_path, keys, typo, kind):
+    with qkv.open(tmp_path / "keys.qkv") as D:
+        D.add(keys, [f"about {key}" for key in keys])
+        assert D.ask(keys[-1]).hint == "" and D.ask(keys[-1]).confidence > 0.9
+        answer = D.ask(typo)
+        assert answer.confidence < 0.6
+        assert kind == "digit" or f"differs by one {kind}, as 86 % of the keys do" in answer.hint
+        said = answer.hint, answer.confidence
+    with qkv.open(tmp_path / "keys.qkv") as D:
+        assert (D.ask(typo).hint, D.ask(typo).confidence) == said
+        D.encode("exact")
+        assert "one_edit" not in D._view.settings
+    # Where letters distinguish no keys, or digits do, a typo is a typo.
+    words = ["Lipton", "Zhang", "Smola", "Li", "Cortez", "Alexander", "Hu", "Okonkwo"]
+    assert qkv.Database(words, words).ask("Liptn").confidence > 0.9
+    rooms = [f"Room {i}" for i in range(20)]
+    assert qkv.Database(rooms, rooms).ask("Rom 12").confidence > 0.8

@@ -30,7 +30,13 @@ from qkv.database.query.far_queries import (
     gap_ratio,
 )
 from qkv.database.query.influence import compute_influence
-from qkv.database.query.key_match import is_sentence, measure_mismatch, missing_word_hint
+from qkv.database.query.key_match import (
+    MIN_ONE_EDIT_SHARE,
+    find_one_edit,
+    is_sentence,
+    measure_mismatch,
+    missing_word_hint,
+)
 from qkv.database.query.number_hint import (
     DIFFERENT_NUMBERS_FACTOR,
     different_numbers_hint,
@@ -38,7 +44,8 @@ from qkv.database.query.number_hint import (
 )
 from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table import cells
-from qkv.database.table.encoding import add_word_columns
+from qkv.database.table.encoding import SPELLING_ENCODERS, add_word_columns
+from qkv.database.table.left_out_error import ENCODER_KINDS, LeftOutError, distance_of_score
 from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import TableView
 from qkv.errors import ArgumentError, CombinationError, format_plural, join_alternatives
@@ -47,7 +54,7 @@ from qkv.frameworks.stored_rows import WeighedRows
 from qkv.scores import Score
 from qkv.util.deadline import check_deadline
 from qkv.util.formatting import format_number, format_one_line, quote_cell
-from qkv.weightings import Hard, TopK, Weighting, WeightingLike
+from qkv.weightings import Hard, Softmax, TopK, Weighting, WeightingLike
 
 MAX_CACHED_WEIGHTS_PER_BATCH = 2**24
 """The answers of a batch keep their weights up to this number in total.
@@ -73,11 +80,15 @@ MIN_BEST_KEY_ROWS = 8
 MAX_COMPARED_VALUES = 64
 """So many rows show whether values repeat, as classes do."""
 
-SPELLING_ENCODERS = ("text", "characters", "columns")
-"""The kinds of encoders for which another spelling speaks against a key."""
+MIN_SCORE_ADVANTAGE, MAX_EXPONENT = 1e-3, 700.0
+"""Scores with a smaller difference differ by rounding; e to a larger exponent overflows."""
 
 MIN_LIKELY_WEIGHT = 0.5
 """With less weight, the best key does not look like the right one, and needs no hint."""
+
+MAX_ERROR_SHARE, MIN_WRONG_SHARE = 0.7, 0.5
+"""A hint says that nearby keys say little about the value if the expected error is above this share
+of the standard deviation of the values, or if this share of the answers is wrong."""
 
 UNIFORM_ROW_SHARE = 0.98
 """If the number of effective rows is above this share of the rows, the weights count as uniform."""
@@ -354,6 +365,23 @@ class QueryExecutor(RowScan):
             column_names=(", ".join(schema.key), ", ".join(schema.value)),
         )
 
+    def _scan_rows_without_value(self) -> RowScan:
+        """Return a scan that finds the best one of the rows that have no value."""
+        selection = self.view.select_rows_without_value(self.where)
+        return RowScan(self.view, self.score, Hard(), selection)
+
+    def find_best_without_value(self, query: Any) -> tuple[float, dict[str, Any]] | None:
+        """Return the best score of the rows that have no value, and the cells of that row.
+
+        None if all rows have a value.
+        """
+        if not self.missing_value_count:
+            return None
+        scan = self._scan_rows_without_value()
+        weighed, _ = scan.compute_weights(as_batch(query), value=False)
+        at, _ = scan.find_heaviest(weighed.weights[0], 1)
+        return (float(weighed.best_score[0]), self._read_records(at)[0]) if len(at) else None
+
     def missing_value_hint(self, query: Any) -> str:
         """Return a hint if the query is a key and all rows with this key lack a value; else ""."""
         schema = self.view.schema
@@ -421,14 +449,122 @@ class LocalBackend(AnswerBackend):
         score = self.executor.view.resolve_score(None)
         return gap_ratio(encoder, score, self.best_score)  # type: ignore[arg-type]
 
+    @cached_property
+    def left_out_error(self) -> tuple[LeftOutError, float] | None:
+        """The errors at left-out keys, and from 0 to 1 how much this query is like such a key.
+
+        None without an estimate for this score and weighting.
+        """
+        executor = self.executor
+        estimate, score = executor.view.left_out_error, executor.view.resolve_score(None)
+        is_default = executor.score is score and _is_plain_softmax(executor.weighting)
+        if estimate is None or not (is_default and executor.row_count):
+            return None
+        columns = len(executor.view.schema.value) if executor.value_is_mean else 1
+        if bool(estimate.deviation) != executor.value_is_mean or len(estimate.at_keys) != columns:
+            return None
+        distance = distance_of_score(score, self.best_score)
+        return estimate, min(distance / estimate.distance, 1.0)
+
+    def compute_expected_error(self) -> Any:
+        if self.left_out_error is None or not self.executor.value_is_mean:
+            return None
+        estimate, share = self.left_out_error
+        return self.executor.unpack_value(estimate.expect_error(share))
+
+    def confidence_limit(self, logit: float) -> float:
+        if self.left_out_error is None or not isinstance(self.executor.calibration, str):
+            return 1.0
+        estimate, share = self.left_out_error
+        return estimate.expect_confidence(share, logit)
+
+    def _left_out_hint(self) -> str:
+        """Return a hint if nearby keys do not tell the value, else ""."""
+        if self.left_out_error is None:
+            return ""
+        estimate, share = self.left_out_error
+        errors = estimate.expect_error(share)
+        if not estimate.deviation:
+            if errors[0] < MIN_WRONG_SHARE:
+                return ""
+            return (
+                f"if a row is left out, {100 * estimate.left_out[0]:.0f} % of the answers at its "
+                "key are wrong: nearby keys say little about the value"
+            )
+        deviation = np.array(estimate.deviation)
+        column = int((errors / np.where(deviation > 0, deviation, np.inf)).argmax())
+        if errors[column] < MAX_ERROR_SHARE * deviation[column] or not deviation[column]:
+            return ""
+        name = self.executor.view.schema.value[column] if len(errors) > 1 else "the value"
+        left_out, usual = (f"{x[column]:.2g}" for x in (estimate.left_out, estimate.deviation))
+        return (
+            f"nearby keys say little about {name}: the error is about {left_out} at the key of a "
+            f"row that is left out, and the standard deviation of all values is {usual}"
+        )
+
     def confidence_factor(self, rows: list[Row]) -> float:
         if self.executor.missing_value_count and self.executor.missing_value_hint(self.query):
             return 0.0
         ratio = self.gap_ratio
         factor = min(1 / ratio, 1.0) if ratio else 1.0
+        if self.better_row_without_value is not None:
+            factor /= 1 + math.exp(min(self.better_row_without_value[0], MAX_EXPONENT))
         if rows and have_different_whole_numbers(self.query, rows[0].key):
             factor *= DIFFERENT_NUMBERS_FACTOR
+        else:
+            # A key that is missing is then as likely to be this near as a key with a typo.
+            factor /= 1 + self._find_one_edit(rows)[1]
         return factor
+
+    def _find_one_edit(self, rows: list[Row]) -> tuple[str, float]:
+        """Return "letter" or "digit" if the best key differs from the query by one, else "".
+
+        Also return the share of the keys that differ so from another one.
+        """
+        if not rows or not self.compares_spelling:
+            return "", 0.0
+        query, key = self.query, rows[0].key
+        is_text = isinstance(query, str) and isinstance(key, str)
+        kind = find_one_edit(query, key) if is_text else ""
+        return kind, self.executor.view.one_edit_share(kind) if kind else 0.0
+
+    def _one_edit_hint(self, rows: list[Row]) -> str:
+        """Return a hint if one letter often makes another key, and the best key differs so."""
+        kind, share = self._find_one_edit(rows)
+        if share < MIN_ONE_EDIT_SHARE:
+            return ""
+        return (
+            f"the best key, {format_one_line(rows[0].key)}, differs by one {kind}, as "
+            f"{100 * share:.0f} % of the keys do from another: check that it is what you mean"
+        )
+
+    @cached_property
+    def better_row_without_value(self) -> tuple[float, dict[str, Any]] | None:
+        """How much better than the best row another one fits that has no value, and its cells.
+
+        None if there is none. Numbers, dates and vectors are not names of rows: the rows around
+        one without a value tell its value.
+        """
+        executor = self.executor
+        if executor.view.encoder.kind in ENCODER_KINDS or not executor.row_count:
+            return None
+        if executor.score.compares_keys or not executor.weighting.is_convex:
+            return None
+        found = executor.find_best_without_value(self.query)
+        if found is None or found[0] <= self.best_score + MIN_SCORE_ADVANTAGE:
+            return None
+        return found[0] - self.best_score, found[1]
+
+    def _better_row_hint(self) -> str:
+        """Return a hint if the best-matching row has no value, else ""."""
+        if self.better_row_without_value is None:
+            return ""
+        schema, row = self.executor.view.schema, self.better_row_without_value[1]
+        lacking = [name for name in schema.value if cells.is_missing(row[name])]
+        return (
+            f"the best match, {format_one_line(schema.row_key(row))}, lacks "
+            f"{join_alternatives(lacking)} and is left out"
+        )
 
     @property
     def compares_spelling(self) -> bool:
@@ -628,6 +764,8 @@ class LocalBackend(AnswerBackend):
             return executor.view.why_none_pass(executor.where)
         if executor.missing_value_count and (hint := executor.missing_value_hint(self.query)):
             return hint
+        if rows and executor.missing_value_count and (hint := self._better_row_hint()):
+            return hint
         if hint := self._far_hint(rows):
             return hint
         missing_word = self._missing_word_hint(rows)
@@ -641,8 +779,10 @@ class LocalBackend(AnswerBackend):
                 return hint
             if hint := different_numbers_hint(self.query, row.key):
                 return hint
-        if missing_word:
-            return missing_word
+        if hint := missing_word or self._one_edit_hint(rows):
+            return hint
+        if rows and (hint := self._left_out_hint()):
+            return hint
         if not rows or executor.score is not executor.view.resolve_score(None):
             return ""
         is_uniform = (
@@ -677,6 +817,13 @@ def measure_agreement(
         limit = max_difference * np.broadcast_to(np.abs(value), difference.shape)
         ratio = limit / np.where(difference > 0, difference, 1.0)
     return np.where(np.isinf(difference), 0.0, np.where(difference <= limit, 1.0, ratio))
+
+
+def _is_plain_softmax(weighting: Weighting) -> bool:
+    """Return whether a weighting is the default one."""
+    if not isinstance(weighting, Softmax) or weighting.sink is not None:
+        return False
+    return isinstance(weighting.temperature, int | float) and weighting.temperature == 1
 
 
 def _separates_scores(weighting: Weighting) -> bool:

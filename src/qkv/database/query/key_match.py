@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from qkv.answer import MIN_OTHER_WORDS
 from qkv.database.encoders.characters import normalize_text
@@ -35,6 +37,14 @@ LETTER_WITHOUT_SPACES = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 
 LENGTH_FACTOR = 2.0
 """A mismatch counts as (shorter length / longer length)^this of the texts."""
+
+MAX_COMPARED_TEXTS, ONE_EDIT_RUN, ONE_EDIT_RUNS, MAX_GROUP_PAIRS = 2048, 64, 32, 4
+"""Whether texts differ by one letter: the number of texts of which all pairs are compared, the
+length of a run of neighbours, the number of runs, and with how many words of a group each other one
+is compared."""
+
+MIN_ONE_EDIT_SHARE = 0.2
+"""If this share of the keys differ from another one by one letter or digit, a hint says so."""
 
 LENGTH_OFFSET = 3
 """It is added to both lengths, because few letters hardly change a short text."""
@@ -184,6 +194,95 @@ def _are_joined(words: Sequence[str], others: Sequence[str]) -> bool:
     """Return whether the words differ in their spaces, and in at most one letter."""
     a, b = "".join(words), "".join(others)
     return len(words) != len(others) and abs(len(a) - len(b)) <= 1 and count_edits(a, b) <= 1
+
+
+class OneEdit(NamedTuple):
+    """Shares of the keys that differ from another one by one letter, and by one digit."""
+
+    letter: float
+    digit: float
+
+
+def find_one_edit(text: str, other: str) -> str:
+    """Return "letter" or "digit" if one of them makes one text the other, and else "".
+
+    It is inserted, deleted, replaced, or swapped with the next one. Upper case, accents, spaces and
+    punctuation do not count.
+
+    >>> find_one_edit("Ann Lea", "ann lee"), find_one_edit("A-1", "A-12"), find_one_edit("a", "A")
+    ('letter', 'digit', '')
+    """
+    a, b = ("".join(split_words(x)) for x in (text, other))
+    return _kind_of_edit(a, b) if _have_one_edit(a, b) else ""
+
+
+def _have_one_edit(a: str, b: str) -> bool:
+    if a == b or abs(len(a) - len(b)) > 1:
+        return False
+    shorter, longer = sorted((a, b), key=len)
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(shorter))
+    rest, other = shorter[start:], longer[start:]
+    if len(shorter) < len(longer):
+        return rest == other[1:]
+    return rest[1:] == other[1:] or (rest[:2] == other[1::-1] and rest[2:] == other[2:])
+
+
+def _kind_of_edit(a: str, b: str) -> str:
+    digits = ([letter for letter in word if letter.isdigit()] for word in (a, b))
+    return "letter" if next(digits) == next(digits) else "digit"
+
+
+def measure_one_edit(keys: Sequence[Any]) -> OneEdit:
+    """Return the shares of texts that differ from another one by one letter, and by one digit.
+
+    Texts of more than `MAX_TEXT` characters are not compared. Of more than `MAX_COMPARED_TEXTS`
+    texts, neighbours in alphabetical order are compared, forwards and backwards: those in
+    `ONE_EDIT_RUNS` runs.
+
+    >>> measure_one_edit(["A1", "A2", "A3", "bread"])
+    OneEdit(letter=0.0, digit=0.75)
+    """
+    texts = {key for key in keys if isinstance(key, str) and len(key) <= MAX_TEXT}
+    if len(texts) <= MAX_COMPARED_TEXTS:
+        words = {"".join(split_words(text)) for text in texts}
+        return _share_of_pairs(_pairs_with_one_edit(words), len(words))
+    orders = (
+        sorted(texts, key=str.casefold),
+        sorted(texts, key=lambda text: text[::-1].casefold()),
+    )
+    shares = []
+    for order in orders:
+        starts = np.linspace(0, len(order) - ONE_EDIT_RUN, ONE_EDIT_RUNS, dtype=int).tolist()
+        compared, pairs = set[str](), []
+        for start in starts:
+            words_of_run = [
+                "".join(split_words(text)) for text in order[start : start + ONE_EDIT_RUN]
+            ]
+            compared.update(words_of_run)
+            pairs += [pair for pair in pairwise(words_of_run) if _have_one_edit(*pair)]
+        shares.append(_share_of_pairs(pairs, len(compared)))
+    return OneEdit(*(1 - (1 - a) * (1 - b) for a, b in zip(*shares, strict=True)))
+
+
+def _share_of_pairs(pairs: Iterable[tuple[str, str]], count: int) -> OneEdit:
+    near: dict[str, set[str]] = {"letter": set(), "digit": set()}
+    for pair in pairs:
+        near[_kind_of_edit(*pair)].update(pair)
+    return OneEdit(*(len(words) / max(count, 1) for words in near.values()))
+
+
+def _pairs_with_one_edit(words: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of words with one edit: nearly every word that has one is in a pair."""
+    # Such words are equal if at most one letter of each is deleted.
+    by_variant: dict[str, list[str]] = {}
+    for word in words:
+        for variant in {word, *(word[:i] + word[i + 1 :] for i in range(len(word)))}:
+            by_variant.setdefault(variant, []).append(word)
+    for group in by_variant.values():
+        for i, word in enumerate(group[1:], start=1):
+            for other in group[max(i - MAX_GROUP_PAIRS, 0) : i]:
+                if _have_one_edit(word, other):
+                    yield word, other
 
 
 def missing_word_hint(query: Any, key: Any) -> str:

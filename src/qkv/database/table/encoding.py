@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.database.errors import RowNotFoundError, StoreDamagedError
-from qkv.database.table import cells, columns, quantization
+from qkv.database.query.key_match import measure_one_edit
+from qkv.database.table import cells, columns, left_out_error, quantization
 from qkv.database.table.schema import ColumnData, Schema
 from qkv.database.table.view import TableView
 from qkv.errors import ArgumentError, QkvError
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 KEYS_PER_BLOCK = 8192
 """The number of keys that are encoded between two calls of `progress`."""
+
+SPELLING_ENCODERS = ("text", "characters", "columns")
+"""The kinds of encoders for which another spelling speaks against a key."""
+
+MEASURED_SETTINGS = (left_out_error.SETTING, "one_edit")
+"""What is measured on the rows and kept in the settings: the errors where a row is left out, and
+the shares of the keys that differ from another one by one letter or digit."""
 
 TensorBlocks = Iterator[tuple[np.ndarray, dict[str, Any]]]
 """Yields (row ids, tensors of these rows)."""
@@ -38,11 +46,13 @@ def fit_encoder(encoder: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
     return fitted, describe_encoder(fitted, len(keys) if has_learned else encoder.min_fit_keys // 2)
 
 
-def refit_metric(view: TableView, keys: Any, remove: Collection[int]) -> dict[str, Any] | None:
+def refit_metric(
+    view: TableView, keys: Any, columns: ColumnData, remove: Collection[int]
+) -> dict[str, Any] | None:
     """Return new settings if vectors that no encoder changes need a new metric, else None.
 
-    They need one when their number has doubled since the last fit. `keys` are added, and the rows
-    with the ids `remove` are deleted.
+    They need one when their number has doubled since the last fit. `keys` and `columns` are those
+    of new rows, and the rows with the ids `remove` are deleted.
     """
     if view.schema.key_kind != "vector" or not view.encoder.is_identity:
         return None
@@ -51,24 +61,47 @@ def refit_metric(view: TableView, keys: Any, remove: Collection[int]) -> dict[st
     if count < 2 * fitted if fitted else encoder.metric is not None:
         return None
     try:
-        return estimate_metric(view, keys, remove)
+        return estimate_metric(view, keys, columns, remove)
     except (QkvError, OSError):
         return None  # rows that cannot be read must not prevent new rows
 
 
 def estimate_metric(
-    view: TableView, keys: Any = (), remove: Collection[int] = ()
+    view: TableView, keys: Any = (), columns: ColumnData | None = None, remove: Collection[int] = ()
 ) -> dict[str, Any]:
     """Return the settings with a metric for all rows but those with the ids `remove`, and `keys`.
 
-    The keys must be vectors that no encoder changes.
+    The keys must be vectors that no encoder changes. `columns` are the cells of the new rows.
     """
     encoder: Any = view.encoder
     count = len(view) + len(keys) - len(remove)
     fitted = encoder.fit_metric(_sample_vectors(view, keys, remove), count)
     # The counter makes a calibration for the old metric invalid.
     encoded = {"encoded": view.setting_number("encoded") + 1}
-    return view.settings | describe_encoder(fitted, count) | encoded
+    ids, columns = _ids_without(view, remove), columns or dict.fromkeys(view.schema.value, ())
+    measured = measure_rows(view.schema, fitted, keys, columns, view, ids)
+    settings = view.settings | describe_encoder(fitted, count) | encoded
+    return {x: y for x, y in settings.items() if x not in MEASURED_SETTINGS} | measured
+
+
+def measure_rows(
+    schema: Schema,
+    encoder: Encoder,
+    keys: Any,
+    columns: ColumnData,
+    view: TableView | None = None,
+    ids: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Return the `MEASURED_SETTINGS` that the rows have; see `describe_left_out_error`."""
+    settings = left_out_error.describe_left_out_error(schema, encoder, keys, columns, view, ids)
+    if schema.key_kind == "text" and encoder.kind in SPELLING_ENCODERS:
+        settings["one_edit"] = measure_one_edit(keys)._asdict()
+    return settings
+
+
+def _ids_without(view: TableView, remove: Collection[int]) -> np.ndarray:
+    """Return the ids of all rows but those with the ids `remove`."""
+    return view.ids[~np.isin(view.ids, list(remove))] if len(remove) else view.ids
 
 
 def _sample_vectors(view: TableView, keys: Any, remove: Collection[int]) -> np.ndarray:
@@ -76,7 +109,7 @@ def _sample_vectors(view: TableView, keys: Any, remove: Collection[int]) -> np.n
     from qkv.database.encoders.arrays import to_float32_matrix
     from qkv.database.encoders.neighbours import MAX_SAMPLED_KEYS, sample_positions
 
-    ids = view.ids[~np.isin(view.ids, list(remove))] if len(remove) else view.ids
+    ids = _ids_without(view, remove)
     at = sample_positions(len(ids) + len(keys), MAX_SAMPLED_KEYS)
     old, new = at[at < len(ids)], at[at >= len(ids)] - len(ids)
     return np.concatenate(

@@ -27,7 +27,7 @@ from qkv.database.query.inputs import (
 )
 from qkv.database.storage import Snapshot, limits
 from qkv.database.storage.segments import Segment, count_random_reads
-from qkv.database.table import cells, columns, quantization
+from qkv.database.table import cells, columns, left_out_error, quantization
 from qkv.database.table.column_chunk import ColumnChunk, TextCache
 from qkv.database.table.row_selection import CandidateRows, RowSelection
 from qkv.database.table.schema import SETTINGS_LOST_MESSAGE, Schema
@@ -134,6 +134,21 @@ class TableView:
             return candidate
         return encoders.load(settings, arrays, candidate)
 
+    @cached_property
+    def left_out_error(self) -> left_out_error.LeftOutError | None:
+        """How wrong answers are for keys that are left out; None without an estimate."""
+        stored = self.settings.get(left_out_error.SETTING)
+        return left_out_error.LeftOutError.from_settings(stored) if stored else None
+
+    def one_edit_share(self, kind: str) -> float:
+        """Return the share of the keys that differ from another one by one "letter" or "digit".
+
+        It is 0 if it was not measured.
+        """
+        shares = self.settings.get("one_edit")
+        share = shares.get(kind) if isinstance(shares, dict) else None
+        return min(max(share, 0.0), 1.0) if isinstance(share, float) else 0.0
+
     def encode_queries(self, queries: Any) -> EncodedQuery:
         """Return the vectors of queries. The vectors of a single text are cached."""
         single = len(queries) == 1 and type(queries[0]) is str
@@ -217,8 +232,8 @@ class TableView:
 
     def inherit_encoder(self, old: TableView) -> None:
         """Use the encoder object of an older view if the settings are the same."""
-        # "promise" is the calibration and "index" the index: neither changes the vectors.
-        ignored = {"promise": 0, "index": 0}
+        # "promise" is the calibration and "index" the index. None of these changes the vectors.
+        ignored = {"promise": 0, "index": 0, left_out_error.SETTING: 0, "one_edit": 0}
         same = {**old.settings, **ignored} == {**self.settings, **ignored}
         if same and "encoder" in vars(old):
             vars(self)["encoder"] = old.encoder
@@ -439,6 +454,17 @@ class TableView:
                 max_count = max(min(max_count, MAX_CACHED_SELECTIONS), 1)
                 insert_bounded(self._selection_cache, where, selection, max_count)
         return selection
+
+    def select_all_rows(self, where: Any = None) -> RowSelection:
+        """Return the rows that pass the condition `where`, also those without a value."""
+        return RowSelection(len(self.ids), self.filter_rows(where))
+
+    def select_rows_without_value(self, where: Any = None) -> RowSelection:
+        """Return the rows that pass the condition `where` but have no value."""
+        present, passed = self.value_mask, self.filter_rows(where)
+        if present is None:
+            return RowSelection(len(self.ids), np.zeros(len(self.ids), bool))
+        return RowSelection(len(self.ids), ~present if passed is None else passed & ~present)
 
     def why_none_pass(self, where: Any) -> str:
         """Return a sentence with values of the columns in `where` if no row passes it, else ""."""

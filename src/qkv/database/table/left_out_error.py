@@ -1,0 +1,346 @@
+"""How wrong answers are for keys that a table lacks: its own keys are left out, one at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.answer import MAX_LOGIT, confidence_logit
+from qkv.answer_backend import SAME_WEIGHT_TOLERANCE
+from qkv.database.encoders import neighbours
+from qkv.database.encoders.base import Encoder, normalize_rows
+from qkv.database.query.logistic_fit import fit_logit
+from qkv.database.table import cells
+from qkv.database.table.schema import ColumnData, Schema
+from qkv.errors import QkvError
+from qkv.frameworks import is_array, to_numpy
+from qkv.scores import Cosine, Gaussian, Score
+
+if TYPE_CHECKING:
+    from qkv.database.table.view import TableView
+
+SETTING = "left_out_error"
+"""The name of the estimate in the settings of a store."""
+
+ENCODER_KINDS = ("numbers", "arrays")
+"""The kinds of encoders of numbers, dates and vectors. Only their keys have an estimate."""
+
+MIN_EXAMPLES = 8
+"""With fewer rows, the estimate would say nothing."""
+
+MAX_QUERIES, MIN_QUERIES = 256, 64
+"""The number of keys that are left out. It is smaller if the keys are many and long."""
+
+MAX_ROWS, MAX_NUMBERS, MAX_PRODUCTS = 2**17, 2**25, 2**30
+"""The rows that are read, the numbers in their keys, and the products that are computed."""
+
+MIN_QUERIES_PER_BLOCK, SCORES_PER_BLOCK = 16, 2**20
+
+MAX_EXACT_WIDTH = 8
+"""Up to this width, distances are sums of squared differences."""
+
+MAX_DISTINCT_SHARE = 0.5
+"""If more values than this share are distinct, they are names of rows: no other row has them."""
+
+USUAL_DISTANCE_PERCENTILE = 25
+"""From this percentile of the distances between nearest keys on, a query is like a left-out key."""
+
+MAX_RELATIVE_DIFFERENCE = 0.1
+"""A number that is not a mean is right if it differs by at most this share of it."""
+
+
+@dataclass(frozen=True)
+class LeftOutError:
+    """The error of answers at the keys of a table, and where the own row of a key is left out.
+
+    The errors are root mean squares, one for each column of numbers, and `deviation` the standard
+    deviations of the columns. If the value of an answer is not a mean, the error is the share of
+    wrong answers, and `deviation` is empty. Then σ(a + b logit) is the share of right answers with
+    this logit of the confidence, with (a, b) `at_keys_logit` or `left_out_logit`.
+
+    `distance` is the distance between nearest keys from which a query counts as left out. Its unit
+    is that of the score: a row at distance x has the weight e^(−x² / 2) of an equal key.
+    """
+
+    at_keys: tuple[float, ...]
+    left_out: tuple[float, ...]
+    deviation: tuple[float, ...]
+    distance: float
+    at_keys_logit: tuple[float, ...] = (0.0, 1.0)
+    left_out_logit: tuple[float, ...] = (0.0, 1.0)
+
+    @classmethod
+    def from_settings(cls, settings: Any) -> LeftOutError | None:
+        """Return the estimate in the settings of a store; None if there is none that is valid."""
+        try:
+            distance = float(settings["distance"])
+            lists = {
+                field.name: tuple(map(float, settings[field.name]))
+                for field in fields(cls)
+                if field.name != "distance"
+            }
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+        estimate = cls(distance=distance, **lists)
+        columns, logits = len(estimate.at_keys), (estimate.at_keys_logit, estimate.left_out_logit)
+        errors = (*estimate.at_keys, *estimate.left_out, *estimate.deviation)
+        is_valid = all(0 <= x < math.inf for x in errors) and 0 < distance < math.inf
+        is_valid = is_valid and all(map(math.isfinite, (x for each in logits for x in each)))
+        fits = len(estimate.left_out) == columns and len(estimate.deviation) in (0, columns)
+        return estimate if is_valid and fits and {len(x) for x in logits} == {2} else None
+
+    def to_settings(self) -> dict[str, Any]:
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+
+    def expect_error(self, share: float) -> np.ndarray:
+        """Return the errors for a query between a key, `share` 0, and a left-out key, 1.
+
+        >>> LeftOutError((0.0,), (0.8,), (1.0,), 2.0).expect_error(0.25)
+        array([0.2])
+        """
+        at_keys, left_out = np.array(self.at_keys), np.array(self.left_out)
+        return np.asarray(at_keys + (left_out - at_keys) * share)
+
+    def expect_confidence(self, share: float, logit: float) -> float:
+        """Return the probability that an answer with this logit of the confidence is right."""
+        at_key, left_out = (
+            1 / (1 + math.exp(-min(max(bias + slope * logit, -MAX_LOGIT), MAX_LOGIT)))
+            for bias, slope in (self.at_keys_logit, self.left_out_logit)
+        )
+        return at_key + (left_out - at_key) * share
+
+
+def distance_of_score(score: Score, best_score: float) -> float:
+    """Return the distance of a query from the nearest key, whose score is `best_score`.
+
+    >>> distance_of_score(Gaussian(5.0), -2.0)
+    2.0
+    """
+    top = 1 / float(score.temperature) if isinstance(score, Cosine) else 0.0
+    return math.sqrt(max(2 * (top - best_score), 0.0))
+
+
+def describe_left_out_error(
+    schema: Schema,
+    encoder: Encoder,
+    keys: Any,
+    columns: ColumnData,
+    view: TableView | None = None,
+    ids: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Return the estimate as a setting; empty if there is none.
+
+    `keys` and `columns` are new rows. `ids` are the ids of older rows of the view. If `columns` is
+    empty, `keys` are those of all rows of the view instead: they get new vectors.
+    """
+    if encoder.kind not in ENCODER_KINDS or schema.value_kind == "vector":
+        return {}
+    try:
+        if not columns and view is not None:
+            ids = view.ids
+            if len(ids) != len(keys):  # some rows of the store are lost
+                return {}
+        old_count = 0 if ids is None else len(ids)
+        count = old_count + (len(keys) if columns else 0)
+        if count < MIN_EXAMPLES:
+            return {}
+        most = min(MAX_ROWS, max(MAX_NUMBERS // max(encoder.width, 1), MIN_QUERIES))
+        at = neighbours.sample_positions(count, most)
+        old, new = at[at < old_count], at[at >= old_count] - old_count
+        parts = []
+        if len(old):
+            assert view is not None and ids is not None
+            vectors = None if columns else encoder.encode(_take(keys, old))
+            parts.append(_read_examples(view, ids[old], vectors))
+        if len(new):
+            cells_by_name = {name: _take(columns[name], new) for name in schema.value}
+            parts.append((encoder.encode(_take(keys, new)), _read_values(schema, cells_by_name)))
+    except (QkvError, OSError):  # rows that cannot be read must not prevent new rows
+        return {}
+    vectors = np.concatenate([part[0] for part in parts])
+    values: Any = [value for part in parts for value in part[1]]
+    if schema.can_pool_values:
+        values = np.array(values)
+        is_present = np.isfinite(values).all(axis=1)
+        values = values[is_present]
+    else:
+        is_present = np.array([value is not None for value in values])
+        values = [value for value in values if value is not None]
+    score, takes_mean = encoder.default_score(count), _takes_mean(schema, keys, view)
+    estimate = estimate_left_out_error(vectors[is_present], values, score, takes_mean)
+    return {} if estimate is None else {SETTING: estimate.to_settings()}
+
+
+def _read_examples(
+    view: TableView, ids: np.ndarray, vectors: np.ndarray | None
+) -> tuple[np.ndarray, Any]:
+    """Return the vectors, unless they are passed, and the values of rows of a view."""
+    vectors = view.read_key_vectors(ids) if vectors is None else vectors
+    if view.schema.can_pool_values:
+        return vectors, view.snapshot.read_tensor("value", ids)
+    rows = view.read_rows(ids.tolist())
+    return vectors, _read_values(view.schema, {x: [r[x] for r in rows] for x in view.schema.value})
+
+
+def _read_values(schema: Schema, columns: ColumnData) -> Any:
+    """Return values as an array (m, c) of numbers, or as hashable objects; None if missing."""
+    if schema.can_pool_values:
+        return schema.build_value_array(columns)
+    rows = zip(*columns.values(), strict=True)
+    if len(columns) == 1:
+        return [None if cells.is_missing(cell) else _identify(cell) for (cell,) in rows]
+    return [None if all(map(cells.is_missing, row)) else _identify(row) for row in rows]
+
+
+def _take(column: Any, at: np.ndarray) -> Any:
+    """Return the cells at these positions."""
+    if len(at) == len(column):
+        return column
+    return to_numpy(column)[at] if is_array(column) else [column[i] for i in at.tolist()]
+
+
+def _identify(value: Any) -> Any:
+    """Return a hashable object that is equal for equal values."""
+    return value if type(value) is str else cells.dump_row({"value": value})
+
+
+def _takes_mean(schema: Schema, keys: Any, view: TableView | None) -> bool:
+    """Return whether the value of an answer is the mean over all rows."""
+    if not schema.can_pool_values:
+        return False
+    if schema.key_kind in ("number", "vector"):
+        return True
+    if view is not None and view.is_initialized and len(view):
+        return view.has_only_number_keys
+    key = keys[0]
+    if schema.key_kind == "tuple" or isinstance(key, tuple):
+        return all(cells.cell_kind(cell) == "number" for cell in key)
+    return schema.key_kind == "json" and cells.is_number_list(key)
+
+
+def estimate_left_out_error(
+    keys: np.ndarray, values: Sequence[Any] | np.ndarray, score: Score, takes_mean: bool
+) -> LeftOutError | None:
+    """Return the estimate for vectors (m, d) of keys and the values of these rows.
+
+    `values` is an array (m, c) of numbers, or a sequence of hashable values. The value of an answer
+    is the weighted mean with `takes_mean`. Otherwise it is that of the best key for numbers, and
+    the one with the most weight for other values. Return None if there are too few rows, or if
+    no two rows have the same value, and values are not numbers.
+
+    >>> x = np.linspace(0, 10, 50)[:, None]
+    >>> score = Gaussian(0.2)
+    >>> estimate_left_out_error(x, x, score, True).left_out[0] < 0.1
+    True
+    >>> estimate_left_out_error(x, np.sin(20 * x), score, True).left_out[0] > 0.5
+    True
+    """
+    if len(keys) < MIN_EXAMPLES or not isinstance(score, Gaussian | Cosine):
+        return None
+    numbers = values if isinstance(values, np.ndarray) else None
+    if numbers is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            deviation = numbers.std(axis=0, dtype=float)
+            centred = numbers - numbers.mean(axis=0, dtype=float)
+        if not np.isfinite(deviation).all():
+            return None
+        labels = np.unique(numbers, axis=0, return_inverse=True)[1].reshape(-1)
+    else:
+        codes: dict[Any, int] = {}
+        labels = np.array([codes.setdefault(value, len(codes)) for value in values])
+        if len(codes) > MAX_DISTINCT_SHARE * len(labels):
+            return None
+    rows = _scale_keys(keys, score)
+    limit = MAX_PRODUCTS // max(rows.size, 1)
+    count = min(max(limit, MIN_QUERIES), MAX_QUERIES)
+    queries = neighbours.sample_positions(len(rows), count, 2)
+    errors: tuple[list[np.ndarray], ...] = ([], [])  # at the keys, and left out
+    logits: tuple[list[np.ndarray], ...] = ([], [])
+    nearest: list[np.ndarray] = []
+    size = max(SCORES_PER_BLOCK // len(rows), MIN_QUERIES_PER_BLOCK)
+    for start in range(0, len(queries), size):
+        block = queries[start : start + size]
+        scores = _compute_scores(rows, block, score)
+        for leaves_out in (False, True):
+            scores[np.arange(len(block)), block] = -np.inf if leaves_out else 0.0
+            weights = _softmax(scores)
+            if takes_mean:
+                error = (weights @ centred - centred[block]) ** 2
+            else:
+                predicted, logit = _find_heaviest_labels(weights, labels)
+                logits[leaves_out].append(logit)
+                if numbers is None:
+                    error = predicted != labels[block]
+                else:
+                    best = scores >= scores.max(axis=1, keepdims=True)
+                    mean = best @ numbers / best.sum(axis=1, keepdims=True)
+                    difference = np.abs(mean - numbers[block])
+                    error = (difference > MAX_RELATIVE_DIFFERENCE * np.abs(mean)).any(axis=1)
+                error = error.astype(float)[:, None]
+            errors[leaves_out].append(error)
+        nearest.append(scores.max(axis=1))
+    distance = np.sqrt(np.maximum(-2 * np.concatenate(nearest), 0))
+    distance = distance[distance > 0]
+    at_keys, left_out = map(np.concatenate, errors)
+    if not (len(distance) and np.isfinite(left_out).all()):
+        return None
+    usual_distance = float(np.percentile(distance, USUAL_DISTANCE_PERCENTILE))
+    means = [each.mean(axis=0) for each in (at_keys, left_out)]
+    if takes_mean:
+        means = [*map(np.sqrt, means)]
+    # A key has no larger error than it has without its own row.
+    smaller, larger = tuple(np.minimum(*means).tolist()), tuple(means[1].tolist())
+    if takes_mean:
+        return LeftOutError(smaller, larger, tuple(deviation.tolist()), usual_distance)
+    fits = [
+        fit_logit(np.concatenate(logit), 1 - error[:, 0])
+        for logit, error in zip(logits, (at_keys, left_out), strict=True)
+    ]
+    return LeftOutError(smaller, larger, (), usual_distance, fits[0], fits[1])
+
+
+def _scale_keys(keys: np.ndarray, score: Gaussian | Cosine) -> np.ndarray:
+    """Return keys (m, d) in the units of the score, near 0."""
+    if isinstance(score, Cosine):
+        return np.asarray(normalize_rows(keys), np.float32)
+    centred = keys.astype(float) - keys.mean(axis=0, dtype=float)
+    scaled = centred / np.asarray(score.bandwidth, float)
+    return np.asarray(scaled, None if keys.shape[1] <= MAX_EXACT_WIDTH else np.float32)
+
+
+def _compute_scores(rows: np.ndarray, at: np.ndarray, score: Gaussian | Cosine) -> np.ndarray:
+    """Return the scores (q, m) of the keys for queries equal to the keys at `at`; 0 if equal."""
+    if isinstance(score, Cosine):
+        cosine = (rows[at] @ rows.T).astype(float)
+        return np.asarray(np.minimum(cosine - 1, 0.0) / float(score.temperature))
+    if rows.shape[1] <= MAX_EXACT_WIDTH:
+        out = np.zeros((len(at), len(rows)))
+        for column in rows.T:
+            out -= (column[at, None] - column) ** 2
+        return out / 2
+    square = np.einsum("ij,ij->i", rows, rows)
+    product: np.ndarray = (rows[at] @ rows.T).astype(float)
+    return np.asarray(np.minimum(product - (square[at][:, None] + square) / 2, 0.0))
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def _find_heaviest_labels(weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for weights (q, m) the labels with the largest total, (q,), and their logits."""
+    found, shares = [], []
+    top = weights >= weights.max(axis=1, keepdims=True) * (1 - SAME_WEIGHT_TOLERANCE)
+    for each in weights:
+        total = np.bincount(labels, each, minlength=2)
+        next_share, share = np.partition(total, -2)[-2:]
+        found.append(total.argmax())
+        shares.append((share, next_share))
+    share, next_share = np.array(shares).T
+    logit = confidence_logit(share, next_share, (weights * top).sum(axis=1))
+    return np.array(found), logit
