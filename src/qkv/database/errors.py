@@ -20,6 +20,15 @@ class StoreDamagedError(QkvError, OSError):
     """A file of the store is missing, truncated, or not as it was written."""
 
 
+class IndexDamagedError(StoreDamagedError):
+    """The index of a segment is not as it was written. All rows are intact.
+
+    `index_file` is the name of its file.
+    """
+
+    index_file = ""
+
+
 class StoreLockedError(QkvError, OSError):
     """Another process holds the write lock of the store."""
 

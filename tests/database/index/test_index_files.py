@@ -432,18 +432,85 @@ def test_segments_are_searched_together(tmp_path, codes):
         matches_exact(D, x[700:730])
 
 
-def test_truncated_while_it_is_open(tmp_path, monkeypatch):
-    """Reading the missing pages of a mapped index would kill the process."""
+@pytest.mark.parametrize("length", [0, 7, 100, 4096, 0.5, 0.999, -1])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_truncated_mapped_index(tmp_path, monkeypatch, caplog, length, is_open):
+    """Its rows are scanned. Reading the missing pages would kill the process."""
+    monkeypatch.setattr(row_index, "MAX_LOADED_BYTES", 0)
+    path = tmp_path / "s.qkv"
+    x = create(path)
+    file = index_files(path)[1]
+    size = file.stat().st_size
+    with qkv.open(path) as D:
+        if is_open:
+            assert is_indexed(D, x[0])
+            lists = D._view.index_cache["distance"]._groups[0].lists
+            assert isinstance(lists, segment_index.MappedLists)
+        length = int(length * size) if isinstance(length, float) else length
+        os.truncate(file, length if length >= 0 else size + length)
+        for q in x[[0, 1200, -1]]:
+            assert_agrees(D, q)
+        assert is_indexed(D, x[0])  # the other segments have theirs
+        D.attend(x[:3], score=SCORE, approximate=0.5)
+        assert f"index of {file.name.replace('index', 'segment')} is not used" in caplog.text
+        assert [problem.file for problem in check_store(path)] == [file.name]
+        D.index(recall=0.9, score=SCORE)
+        assert check_store(path) == [] and matches_exact(D, x[:10])
+
+
+def assert_agrees(D, q):
+    """Check that an approximate answer has the best row, and is right over the rows it read."""
+    answer, exact = D.ask(q, **OPTIONS), D.ask(q, **{**OPTIONS, "approximate": None})
+    assert answer.rows[0].index == exact.rows[0].index
+    soft = D.ask(q, score=SCORE, approximate=0.9)
+    whole = D.ask(q, score=SCORE)
+    read = soft.weights > 0
+    expected = whole.weights[read] / whole.weights[read].sum()
+    np.testing.assert_allclose(soft.weights[read], expected, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("round_", range(20 if FULL else 3))
+def test_flipped_bits_of_a_mapped_index(tmp_path, monkeypatch, caplog, is_open, round_):
+    """Each bit is covered by a checksum: that of its list, or that of the rest."""
+    monkeypatch.setattr(row_index, "MAX_LOADED_BYTES", 0)
+    path, rng = tmp_path / "s.qkv", np.random.default_rng(round_)
+    x = create(path)
+    file = index_files(path)[-1]
+    with qkv.open(path) as D:
+        if is_open:
+            # Nothing of the codes was read yet.
+            row_index.open_row_index(D._view, "distance")
+        content = bytearray(file.read_bytes())
+        codes = len(content) - (len(content) - 8 - int.from_bytes(content[:8], "little")) // 4
+        at = rng.integers(codes, len(content))
+        content[at] ^= 1 << int(rng.integers(0, 8))
+        with file.open("r+b") as stream:  # in place: a mapped file changes too
+            stream.write(content)
+        values = [answer.value for answer in D.ask(x, **OPTIONS | {"weighting": "hard"})]
+        assert values == list(range(ROWS))  # the list of each row was read
+        for q in x[::200]:
+            assert_agrees(D, q)
+        assert "is not used" in caplog.text
+        assert [problem.file for problem in check_store(path)] == [file.name]
+        assert is_indexed(D, x[0])
+        # Each answer is found in the same way, and the warning is not repeated.
+        count = caplog.text.count("is not used")
+        D.ask(x[:5], **OPTIONS)
+        assert caplog.text.count("is not used") == count
+
+
+def test_all_mapped_indexes_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(row_index, "MAX_LOADED_BYTES", 0)
     path = tmp_path / "s.qkv"
     x = create(path)
     with qkv.open(path) as D:
         assert is_indexed(D, x[0])
-        lists = D._view.index_cache["distance"]._groups[0].lists
-        assert isinstance(lists, segment_index.MappedLists)
-        os.truncate(index_files(path)[1], 4096)
-        with pytest.raises(StoreDamagedError, match="The rows are intact"):
-            D.ask(x[0], **OPTIONS)
+        for file in index_files(path):
+            os.truncate(file, file.stat().st_size // 2)
+        answer, exact = D.ask(x[3], **OPTIONS), D.ask(x[3], **{**OPTIONS, "approximate": None})
+        assert answer.value == exact.value and answer.recall == 1.0
+        assert "exactly: most rows are in no index" in answer.engine
 
 
 @pytest.mark.parametrize("resident", [None, 10**9])

@@ -194,7 +194,7 @@ def test_hostile_arrays(name, change):
 
 def test_other_layout():
     arrays = build(METRICS[0], make_vectors(METRICS[0]))
-    for metadata in ({}, {"index": "later", "metric": "cosine"}, {"index": "lists-1"}):
+    for metadata in ({}, {"index": "later", "metric": "cosine"}, {"index": "lists-2"}):
         with pytest.raises(ValueError, match="layout"):
             SegmentIndex(arrays, metadata, ROWS, WIDTH)
 

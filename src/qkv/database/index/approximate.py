@@ -18,6 +18,7 @@ from qkv.attention import (
     attend_rows,
     weigh_candidates,
 )
+from qkv.database.errors import IndexDamagedError
 from qkv.database.index import best_rows
 from qkv.database.index.calibration import BEST_ROWS, Effort, IndexReport, share_of_rest
 from qkv.database.index.metric import IndexMetric, find_metric, scale_by_temperature
@@ -25,6 +26,7 @@ from qkv.database.index.row_index import (
     ConditionalSearch,
     FoundRows,
     RowIndex,
+    forget_damaged_index,
     open_row_index,
 )
 from qkv.database.query.executor import MAX_CACHED_WEIGHTS_PER_BATCH, QueryExecutor
@@ -275,6 +277,14 @@ def answer_approximately(
 
     If the index cannot serve the call, the answers are exact, and their `engine` says why.
     """
+    while True:
+        try:
+            return _answer_queries(executor, queries, missing_weight)
+        except IndexDamagedError as error:
+            forget_damaged_index(executor.view, error)
+
+
+def _answer_queries(executor: QueryExecutor, queries: Any, missing_weight: float) -> list[Answer]:
     if executor.index_refusal:
         return _answer_exactly(executor, queries, executor.index_refusal)
     view = executor.view
@@ -561,6 +571,22 @@ def attend_approximately(
 
     Return None if the index cannot serve the call.
     """
+    arguments = view, code, score, weighting, selection, missing_weight
+    while True:
+        try:
+            return _attend_with_index(*arguments)
+        except IndexDamagedError as error:
+            forget_damaged_index(view, error)
+
+
+def _attend_with_index(
+    view: TableView,
+    code: EncodedQuery,
+    score: Score,
+    weighting: WeightingLike,
+    selection: RowSelection,
+    missing_weight: float,
+) -> Array | None:
     query = code.code
     fw = get_framework(query)
     if code.sparse_positions is not None or not len(query) or fw.is_abstract(query):

@@ -175,8 +175,8 @@ class IndexReport:
         """
         shares, rows = zip(*self.rows_by_share[::-1], strict=True)
         share = max(share, 1e-12)
-        log_rows = np.interp(math.log(share), np.log(shares), np.log(rows))
-        return math.exp(log_rows) * max(shares[0] / share, 1.0)
+        log_rows = float(np.interp(math.log(share), np.log(shares), np.log(rows)))
+        return math.exp(log_rows) * max(float(shares[0]) / share, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for the settings of a store."""

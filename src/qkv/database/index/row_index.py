@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from qkv.database.errors import StoreDamagedError, reason
+from qkv.database.errors import IndexDamagedError, StoreDamagedError, reason
 from qkv.database.index.metric import IndexMetric, MetricName
 from qkv.database.index.segment_index import MappedLists, MergedLists, SegmentIndex
-from qkv.database.storage.segments import SegmentEntry
+from qkv.database.storage.segments import SegmentEntry, index_file
 from qkv.database.storage.snapshot import SegmentPart, Snapshot
 from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import MAX_GATHERED_ROWS, TableView
@@ -703,7 +703,7 @@ def upper_tail(x: np.ndarray) -> np.ndarray:
     """
     size = np.abs(x)
     tail = np.exp(-(0.717 + 0.416 * size) * size) / 2
-    return np.where(x < 0, 1 - tail, tail)
+    return np.asarray(np.where(x < 0, 1 - tail, tail))
 
 
 def open_row_index(view: TableView, metric: MetricName) -> RowIndex:
@@ -742,7 +742,11 @@ def _find_allowed_rows_of_part(
 _INDEXES_BY_STORE: WeakKeyDictionary[Any, list[tuple[MergedLists, list[str]]]] = WeakKeyDictionary()
 """For each store the loaded indexes, with the files of their segments."""
 
+_DAMAGED_BY_STORE: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""For each store the segments whose index was damaged when a search read it."""
+
 caches.register("database.segment_indexes", _INDEXES_BY_STORE)
+caches.register("database.damaged_indexes", _DAMAGED_BY_STORE)
 
 
 def _load_indexes(
@@ -753,6 +757,7 @@ def _load_indexes(
     Loaded indexes of which a version uses less than half are forgotten.
     """
     entries = {part.entry.file: part.entry for part in parts if part.entry is not None}
+    damaged = _DAMAGED_BY_STORE.get(snapshot.store_identity, set())
     loaded, merged = list[tuple[MergedLists, list[str]]](), dict[str, tuple[MergedLists, int]]()
     for lists, files in _INDEXES_BY_STORE.get(snapshot.store_identity, []):
         rows = sum(x.rows for x, file in zip(lists.segments, files, strict=True) if file in entries)
@@ -763,7 +768,8 @@ def _load_indexes(
     groups: list[list[tuple[str, SegmentIndex]]] = []
     is_mapped = sum(entry.rows for entry in entries.values()) * width > MAX_LOADED_BYTES
     for file, entry in entries.items():
-        index = None if file in merged else _load_index(snapshot, entry, metric, width, is_mapped)
+        is_known = file in merged or file in damaged
+        index = None if is_known else _load_index(snapshot, entry, metric, width, is_mapped)
         if index is not None:
             same = next((group for group in groups if index.has_same_codes(group[0][1])), None)
             if same is None:
@@ -784,6 +790,24 @@ def _load_indexes(
 def forget_indexes(snapshot: Snapshot) -> None:
     """Forget the loaded indexes of a store, because they were built again or removed."""
     _INDEXES_BY_STORE.pop(snapshot.store_identity, None)
+    _DAMAGED_BY_STORE.pop(snapshot.store_identity, None)
+
+
+def forget_damaged_index(view: TableView, error: IndexDamagedError) -> None:
+    """Use an index no more that a search found to be damaged: its rows are scanned.
+
+    Raise the error if the view has no such index.
+    """
+    identity, parts = view.snapshot.store_identity, view.snapshot.list_parts()
+    files = [part.entry.file for part in parts if part.entry is not None]
+    damaged = [file for file in files if index_file(file) == error.index_file]
+    if not damaged:
+        raise error
+    log_warning("the index of %s is not used, and its rows are scanned (%s)", damaged[0], error)
+    _DAMAGED_BY_STORE.setdefault(identity, set()).update(damaged)
+    loaded = _INDEXES_BY_STORE.get(identity, [])
+    _INDEXES_BY_STORE[identity] = [x for x in loaded if not {*damaged} & {*x[1]}]
+    view.index_cache.clear()
 
 
 def _load_index(
@@ -791,7 +815,8 @@ def _load_index(
 ) -> SegmentIndex | None:
     """Read and check the index of a segment. A damaged one is logged and not used."""
     try:
-        stored = snapshot.read_index(entry, is_mapped)
+        # The codes of a mapped index have checksums for each list, which a search compares.
+        stored = snapshot.read_index(entry, is_mapped, checks_codes=not is_mapped)
         if stored is None or stored[1].get("metric") != metric:
             return None
         arrays, metadata = stored

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from qkv.database.storage.segments import Segment, count_random_reads, damaged_i
 from qkv.errors import require_extra
 from qkv.util.deadline import check_deadline
 
-FORMAT = "lists-1"
+FORMAT = "lists-2"
 """The layout of the arrays. A reader ignores an index of any other layout."""
 
 MIN_ROWS = 2**13
@@ -131,6 +132,7 @@ def build_arrays(
     - `start` (L + 1,): where each list begins in `row` and `code`
     - `row` (m,): the row in the segment, list by list
     - `code` (m, d): k − mean as float16, or in 8 bits, ⌊(k − mean − low) / range · 255⌋
+    - `code_checksum` (L,): the CRC-32 of the codes of each list
     - `bounds` (2, d): low and range of each column of k − mean; those of the centres if all rows
       are within them, so that segments can be searched together
     """
@@ -175,12 +177,15 @@ def build_arrays(
             for at, residual in _iterate_residuals(block, list_of_row[start:stop], mean):
                 code[start:stop][at] = encode(residual)
     row, counts = np.argsort(list_of_row, kind="stable"), np.bincount(list_of_row, minlength=lists)
+    start, code = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), code[row]
+    checksums = [crc32(code[begin:end].data) for begin, end in itertools.pairwise(start.tolist())]
     return {
         "mean": mean,
         "spread": (squares / np.maximum(counts, 1) / width).astype(np.float32),
-        "start": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        "start": start,
         "row": row.astype(np.uint32),
-        "code": code[row],
+        "code": code,
+        "code_checksum": np.array(checksums, np.uint32),
         "bounds": bounds,
     }
 
@@ -249,6 +254,9 @@ class SegmentIndex:
         self.mean, self.spread, self.start, self.bounds = (arrays[name].copy() for name in names)
         self.counts = np.diff(self.start)
         self.file = file
+        self._code_checksum = arrays["code_checksum"].copy()
+        self._is_intact = np.zeros(len(self.mean), bool)
+        """The lists whose codes were compared with their checksum."""
         row = arrays["row"]
         self.row_of_entry: np.ndarray | None = row if file is None else row.copy()
         number = np.uint16 if len(self.mean) <= 2**16 else np.uint32
@@ -260,6 +268,21 @@ class SegmentIndex:
     @property
     def list_count(self) -> int:
         return len(self.mean)
+
+    def read_codes(self, i: int) -> np.ndarray:
+        """Return the codes of list i; raise `IndexDamagedError` if they are not what was written.
+
+        The first call reads all of them.
+        """
+        assert self.code is not None and self.file is not None
+        codes = self.code[self.start[i] : self.start[i + 1]]
+        if not self._is_intact[i]:
+            if crc32(codes.data) != self._code_checksum[i]:
+                raise self.file.damaged_error(
+                    "its content is not what was written", damaged_index_error
+                )
+            self._is_intact[i] = True
+        return codes
 
     def has_same_means(self, other: SegmentIndex) -> bool:
         return np.array_equal(self.mean, other.mean)
@@ -501,8 +524,8 @@ class MappedLists(MergedLists):
         for segment, number in zip(self.segments, self.first_numbers.tolist(), strict=True):
             begin, end = segment.start[i : i + 2].tolist()
             if end > begin:
-                assert segment.code is not None and segment.row_of_entry is not None
-                codes = segment.code[begin:end]
+                assert segment.row_of_entry is not None
+                codes = segment.read_codes(i)
                 numbers = segment.row_of_entry[begin:end].astype(np.int64) + number
                 if allowed is not None:
                     is_allowed = (allowed[numbers >> 3] >> (numbers & 7) & 1).astype(bool)
@@ -540,6 +563,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> No
         "start": ((lists + 1,), np.dtype("<i8")),
         "row": ((rows,), np.dtype("<u4")),
         "code": ((rows, width), np.dtype("<f2" if _is_float16(arrays) else "u1")),
+        "code_checksum": ((lists,), np.dtype("<u4")),
         "bounds": ((2, width), np.dtype("<f4")),
     }
     if not lists or {name: (x.shape, x.dtype) for name, x in arrays.items()} != expected:

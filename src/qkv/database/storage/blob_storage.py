@@ -106,7 +106,9 @@ class MemoryBlobStorage:
         copies = {name: _join_read_only([array]) for name, array in arrays.items()}
         self._indexes[entry.file] = Segment(np.zeros(0, np.int64), copies), dict(metadata)
 
-    def read_index(self, entry: SegmentEntry, is_mapped: bool = False) -> SegmentIndexData | None:
+    def read_index(
+        self, entry: SegmentEntry, is_mapped: bool = False, checks_codes: bool = True
+    ) -> SegmentIndexData | None:
         """Return the arrays and the metadata of a segment's index, or None if it has none."""
         return self._indexes.get(entry.file)
 
@@ -238,14 +240,18 @@ class DiskBlobStorage:
             "segment": entry.file,
             "segment_checksum": entry.checksum.hex(),
             "checksum": _checksum_of_arrays(arrays),
+            "checksum_without_codes": _checksum_of_arrays(_without_codes(arrays)),
         }
         self._write_file(index_file(entry.file), columns, metadata)
 
-    def read_index(self, entry: SegmentEntry, is_mapped: bool = False) -> SegmentIndexData | None:
+    def read_index(
+        self, entry: SegmentEntry, is_mapped: bool = False, checks_codes: bool = True
+    ) -> SegmentIndexData | None:
         """Return the arrays and the metadata of a segment's index, or None if it has none.
 
         The arrays are the tensors of a segment without rows, in memory or mapped. Raise
-        `StoreDamagedError` if they are not what was written, or belong to another segment.
+        `StoreDamagedError` if they are not what was written, or belong to another segment. Without
+        `checks_codes`, the codes are not read: their lists have checksums of their own.
         """
         path = self._file_path(index_file(entry.file))
         try:
@@ -259,9 +265,12 @@ class DiskBlobStorage:
             entry.checksum.hex(),
         ):
             raise segments.damaged_index_error(path, "it belongs to another segment")
-        if metadata.get("checksum") != _checksum_of_arrays(arrays.tensors):
+        name, checked = "checksum", arrays.tensors
+        if not checks_codes:
+            name, checked = "checksum_without_codes", _without_codes(arrays.tensors)
+        if metadata.get(name) != _checksum_of_arrays(checked):
             raise segments.damaged_index_error(path, "its content is not what was written")
-        if is_mapped:
+        if is_mapped and checks_codes:
             arrays.release_pages()  # the checksum has read all of them
         return arrays, metadata
 
@@ -331,6 +340,11 @@ class DiskBlobStorage:
 
 
 BlobStorage = MemoryBlobStorage | DiskBlobStorage
+
+
+def _without_codes(arrays: Tensors) -> Tensors:
+    """Return the arrays of an index without the codes, which are most of its bytes."""
+    return {name: array for name, array in arrays.items() if name != "code"}
 
 
 def _checksum_of_arrays(arrays: Tensors) -> str:

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from qkv.database.errors import StoreDamagedError
+from qkv.database.errors import IndexDamagedError, StoreDamagedError
 from qkv.database.storage import limits, safe_open
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.frameworks.lazy import LazyArray
@@ -488,12 +488,14 @@ def damaged_file_error(path: Path, what: str) -> StoreDamagedError:
     )
 
 
-def damaged_index_error(path: Path, what: str) -> StoreDamagedError:
+def damaged_index_error(path: Path, what: str) -> IndexDamagedError:
     """Return the error for an index that is not as it was written."""
-    return StoreDamagedError(
+    error = IndexDamagedError(
         f"{path} is damaged: {what}. The rows are intact: qkv check --repair removes the index, "
         "and D.index() builds it again"
     )
+    error.index_file = path.name
+    return error
 
 
 def unreadable_file_error(path: Path, error: OSError) -> OSError:

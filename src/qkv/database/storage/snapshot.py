@@ -249,9 +249,14 @@ class Snapshot(Closable):
             ]
         return parts
 
-    def read_index(self, entry: SegmentEntry, is_mapped: bool = False) -> SegmentIndexData | None:
-        """Return the arrays and the metadata of a segment's index, or None if it has none."""
-        return self._blob_storage.read_index(entry, is_mapped)
+    def read_index(
+        self, entry: SegmentEntry, is_mapped: bool = False, checks_codes: bool = True
+    ) -> SegmentIndexData | None:
+        """Return the arrays and the metadata of a segment's index, or None if it has none.
+
+        Without `checks_codes`, the codes are not compared with their checksum.
+        """
+        return self._blob_storage.read_index(entry, is_mapped, checks_codes)
 
     def exceeds_memory(self, resident: int = limits.MAX_RESIDENT_BYTES) -> bool:
         """Return whether the tensors have more than `resident` bytes."""
