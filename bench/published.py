@@ -6,14 +6,15 @@ With names of parts (packed, linear, decay, paged, sink, entmax_sink, alibi, t5)
 
 ALiBi and a learned sink, beside FlexAttention with the same function; T5's buckets, beside SDPA of
 a float mask; a packed batch, beside PyTorch's kernel for variable lengths; linear attention and
-decay, beside the chunk formula in PyTorch's operations; a paged cache, beside SDPA over the
-gathered keys. Results agree with the equation in float32 (relative error).
-flash-linear-attention is not measured: a row of linear attention says how long a copy of as many
-bytes takes as its arrays have.
+decay, beside the chunk kernels of flash-linear-attention (fla), on arrays in the order of axes that
+each side has; a paged cache, beside SDPA over the gathered keys. Results agree with the equation in
+float32 (relative error).
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -41,9 +42,14 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
-def with_gradients(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
-    """Return the gradients of query, key and value; the last array is ∂L/∂out."""
+def with_gradients(
+    function: Callable[..., Tensor], *given: Tensor, learned: Tensor | None = None
+) -> list[Tensor]:
+    """Return the gradients of query, key, value and `learned`; the last array is ∂L/∂out."""
     arrays = [x.detach().requires_grad_() for x in given[:3]]
+    if learned is not None:
+        found = torch.autograd.grad(function(*arrays), [*arrays, learned], given[3])
+        return list(found)
     return list(torch.autograd.grad(function(*arrays), arrays, given[3]))
 
 
@@ -55,6 +61,32 @@ def forward(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
 DIRECTIONS = {"forward": forward, "forward + backward": with_gradients}
 
 
+def heads_second(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of axes (batch, heads, rows, width) for fla's (batch, rows, heads, width).
+
+    Arrays are copied into that order once, not in the calls that are timed.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def run(*given: Tensor) -> Any:
+        for x in given:
+            if x.data_ptr() not in copies:
+                copies[x.data_ptr()] = x.transpose(1, 2).contiguous()
+        found = function(*(copies[x.data_ptr()] for x in given))
+        if isinstance(found, Tensor):
+            return found.transpose(1, 2)
+        return [x.transpose(1, 2) if x.ndim == 4 else x for x in found]
+
+    return run
+
+
+def load_fla(module: str) -> Any:
+    """Return a module of fla. Its first import may fail in transformers, which it does not need."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(module)
+    return importlib.import_module(module)
+
+
 def list_rows(
     work: str,
     shape: tuple[int, ...],
@@ -62,12 +94,19 @@ def list_rows(
     equation: Callable[..., Tensor] | None,
     goal: tuple[str, float],
     directions: tuple[str, ...] = tuple(DIRECTIONS),
+    dtype: torch.dtype = DTYPE,
+    learned: Tensor | None = None,
 ) -> Iterator[Row]:
-    """Yield a row for each direction. The goal is (peer, how many times its time is allowed)."""
+    """Yield a row for each direction. The goal is (peer, how many times its time is allowed).
+
+    `learned` is an array that the functions read, whose gradient is computed too.
+    """
     torch.manual_seed(0)
-    given = tuple(draw(*shape) for _ in range(4))
+    given = tuple(draw(*shape).to(dtype) for _ in range(4))
     for name in directions:
-        run = DIRECTIONS[name]
+        run: Any = DIRECTIONS[name]
+        if name != "forward" and learned is not None:
+            run = partial(with_gradients, learned=learned)
 
         def exact(*given: Tensor, run: Any = run) -> list[Tensor]:
             found = run(equation, *[x.float() for x in given])
@@ -75,7 +114,12 @@ def list_rows(
 
         yield compare(
             f"{work}, {name}",
-            {side: partial(run, function) for side, function in sides.items()},
+            {
+                side: heads_second(partial(run, function))
+                if side == "fla"
+                else partial(run, function)
+                for side, function in sides.items()
+            },
             [given],
             exact=exact if equation else None,
             goals={goal[0]: 1 / goal[1]},
@@ -234,10 +278,20 @@ def positive(x: Tensor) -> Tensor:
 
 
 def linear_rows() -> Iterator[Row]:
-    heads, n = size(16, 2), size(16_384, 128)
-    attend = partial(
-        qkv.attend, score=scores.FeatureMap(positive), weighting="normalized", mask="causal"
-    )
+    batch, heads, n = size(4, 1), size(16, 2), size(16_384, 128)
+    shape = (batch, heads, n, 64)
+    attend = partial(qkv.attend, mask="causal", engine="linear")
+    normalized = partial(attend, score=scores.FeatureMap(), weighting="normalized")
+
+    def run_fla(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        chunk_linear_attn = load_fla("fla.ops.linear_attn").chunk_linear_attn
+        out: Tensor = chunk_linear_attn(positive(query), positive(key), value, scale=1.0)[0]
+        return out
+
+    def run_raw_fla(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        chunk_linear_attn = load_fla("fla.ops.linear_attn").chunk_linear_attn
+        out: Tensor = chunk_linear_attn(query, key, value, scale=1.0, normalize=False)[0]
+        return out
 
     def by_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ones = torch.ones_like(value[..., :1])
@@ -245,43 +299,66 @@ def linear_rows() -> Iterator[Row]:
         out = sum_by_chunks(*mapped, torch.cat([value, ones], -1).float())
         return (out[..., :-1] / out[..., -1:]).to(value.dtype)
 
-    numbers = size(4, 1) * heads * n * 64
+    for dtype in (DTYPE, torch.float16):
+        kind = "" if dtype == DTYPE else ", float16"
+        sides: dict[str, Any] = {"qkv": normalized, "fla": run_fla}
+        if dtype == DTYPE:
+            sides["SDPA"] = partial(sdpa, is_causal=True)
+        work = f"linear attention, causal, B{batch} H{heads} n{n} d64{kind}"
+        yield from list_rows(work, shape, sides, by_chunks, ("fla", 1.2), dtype=dtype)
     yield from list_rows(
-        f"linear attention, causal, B{size(4, 1)} H{heads} n{n} d64",
-        (size(4, 1), heads, n, 64),
-        {
-            "qkv": attend,
-            "chunks": by_chunks,
-            "SDPA": partial(sdpa, is_causal=True),
-        },
-        by_chunks,
-        ("chunks", 1.0),
+        f"linear attention of dot products, raw, causal, B{batch} H{heads} n{n} d64",
+        shape,
+        {"qkv": partial(attend, score="dot", weighting="raw"), "fla": run_raw_fla},
+        sum_by_chunks,
+        ("fla", 1.2),
     )
     torch.manual_seed(0)
-    given = tuple(draw(size(4, 1), heads, n, 64) for _ in range(3))
+    given = tuple(draw(*shape) for _ in range(3))
+    numbers = batch * heads * n * 64
     half, other = (torch.empty(4 * numbers // 2, device=DEVICE, dtype=DTYPE) for _ in range(2))
     yield compare(
-        f"linear attention, causal, B{size(4, 1)} H{heads} n{n} d64, beside a copy of its arrays",
-        {"qkv": partial(forward, attend), "copy": lambda *_: half.copy_(other)},
+        f"linear attention, causal, B{batch} H{heads} n{n} d64, beside a copy of its arrays",
+        {"qkv": partial(forward, normalized), "copy": lambda *_: half.copy_(other)},
         [given],
-        goals={"copy": 0.1},
         clock=Cuda() if DEVICE == "cuda" else Cpu(),
         repeats=15,
     )
 
 
 def decay_rows() -> Iterator[Row]:
-    heads, n = size(16, 2), size(4096, 128)
+    batch, heads = size(4, 1), size(16, 2)
     rates = torch.linspace(0.002, 0.1, heads, device=DEVICE)
-    attend = partial(qkv.attend, score=scores.Decay(rates, "dot"), weighting="raw", mask="causal")
-    by_chunks = partial(sum_by_chunks, rates=rates)
-    yield from list_rows(
-        f"decay, causal, B{size(4, 1)} H{heads} n{n} d64",
-        (size(4, 1), heads, n, 64),
-        {"qkv": attend, "chunks": by_chunks},
-        by_chunks,
-        ("chunks", 1.0),
-    )
+    learned = rates.clone().requires_grad_()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, rates: Tensor) -> Tensor:
+        score = scores.Decay(rates, scores.Dot())
+        out: Tensor = qkv.attend(query, key, value, score=score, weighting="raw", mask="causal")
+        return out
+
+    def run_fla(query: Tensor, key: Tensor, value: Tensor, rates: Tensor) -> Tensor:
+        chunk_simple_gla = load_fla("fla.ops.simple_gla").chunk_simple_gla
+        decays: dict[str, Tensor] = {"g_gamma": -rates}
+        if rates.requires_grad:  # fla learns one decay for each row
+            decays = {"g": -rates.expand(query.shape[:3])}
+        out: Tensor = chunk_simple_gla(query, key, value, scale=1.0, **decays)[0]
+        return out
+
+    for n, which in (
+        (size(4096, 128), rates),
+        (size(16_384, 128), rates),
+        (size(4096, 128), learned),
+    ):
+        kind = ", learned rates" if which is learned else ""
+        yield from list_rows(
+            f"decay, causal, B{batch} H{heads} n{n} d64{kind}",
+            (batch, heads, n, 64),
+            {"qkv": partial(attend, rates=which), "fla": partial(run_fla, rates=which)},
+            partial(sum_by_chunks, rates=which),
+            ("fla", 1.2),
+            tuple(DIRECTIONS)[1 if which is learned else 0 :],
+            learned=which if which is learned else None,
+        )
 
 
 def paged_rows() -> Iterator[Row]:

@@ -22,7 +22,6 @@ from qkv.engines.call import Call
 from qkv.engines.causal_sums import chunk_size, sum_any_causally, sum_causally
 from qkv.engines.triton_import import has_triton
 from qkv.errors import format_count
-from qkv.frameworks import is_array
 from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import RowReader, RowSpan, UnreadArray, to_framework_array
 from qkv.frameworks.tree import array_leaves, replace_arrays
@@ -209,16 +208,15 @@ def _without_decay(call: Call) -> Call:
 
 
 def _has_chunk_kernel(call: Call) -> bool:
-    """Return whether a kernel computes the sums: causal, of bfloat16 on CUDA."""
+    """Return whether kernels compute the sums: causal, in 16 bits, on CUDA."""
     fw = call.fw
-    if fw.name != "torch" or not _is_causal(call) or fw.dtype_name(call.query) != "bfloat16":
+    if fw.name != "torch" or not _is_causal(call):
+        return False
+    if fw.dtype_name(call.query) not in ("bfloat16", "float16"):
         return False
     if call.query.device.type != "cuda" and not triton.is_interpreted():
         return False
     if not has_triton() or fw.is_traced(call.query) or fw.in_functional_transform():  # type: ignore[attr-defined]
-        return False
-    rate = call.score.rate if isinstance(call.score, Decay) else None
-    if is_array(rate) and fw.needs_gradient([rate]):
         return False
     assert call.value is not None
     widths = _feature_width(call), fw.static_shape(call.value)[-1]
@@ -226,19 +224,22 @@ def _has_chunk_kernel(call: Call) -> bool:
 
 
 def _run_chunk_kernel(call: Call) -> Array:
-    """Return the output by `triton.causal_sums`, which sums products of bfloat16 in float32."""
+    """Return the output by `triton.causal_sums`, which sums products of 16 bits in float32."""
     from qkv.engines.triton.causal_sums import sum_rows
 
-    value, wide = call.value, replace(call, value=None)
-    assert value is not None
-    if type(_without_decay(call).score) is not Dot:  # φ is computed in float32, and rounded once
-        wide = wide.upcast()
-    form = _without_decay(wide).score.dot_product_form(wide.query, wide.key)
-    query, key = form.augmented_vectors()
+    fw, score, dtype = call.fw, _without_decay(call).score, call.fw.dtype_name(call.query)
+    query, key, value = call.query, call.key, call.value
+    phi = None
+    if type(score) is FeatureMap and isinstance(score.phi, str) and call.n <= call.m:
+        phi = score.phi  # missing keys would be rows of 0, whose features are not 0
+    if type(score) is not Dot and phi is None:  # φ is computed in float32, and rounded once
+        wide = replace(call, value=None).upcast()
+        query, key = score.dot_product_form(wide.query, wide.key).augmented_vectors()
     key, value = (calls.repeat_shared_heads(call, x) for x in (key, value))
-    rates = call.score.rates(wide.query) if isinstance(call.score, Decay) else None
-    query, key, value = (call.fw.astype(x, "bfloat16") for x in (query, key, value))
-    return sum_rows(query, key, value, call.lead, rates, type(call.weighting) is Normalized)
+    query, key, value = (fw.astype(x, dtype) for x in (query, key, value))
+    rates = call.score.rate if isinstance(call.score, Decay) else None
+    is_normalized = type(call.weighting) is Normalized
+    return sum_rows(query, key, value, call.lead, rates, is_normalized, phi)
 
 
 def _compute_output(call: Call) -> tuple[Array, Array | None]:
