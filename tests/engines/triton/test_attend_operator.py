@@ -206,13 +206,14 @@ def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("m", "band", "spoiled"), [(32, {}, True), (40, {"upper": 12}, True), (40, {}, False)]
 )
-def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
-    """Softmax trusts −∞ to rule a pair out; what is not finite there is found and done again. With
-    the gradient of the mask, whose heads and batches share it."""
+@pytest.mark.parametrize("weighting", ["softmax", "sparsemax", "entmax15", "entmax"])
+def test_a_float_mask_in_16_bits(weighting, m, band, spoiled, monkeypatch):
+    """Softmax and entmax trust −∞ to rule a pair out; what is not finite there is found and done
+    again. With the gradient of the mask, whose heads and batches share it."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
     for name in ("pool", "to_keys", "to_queries", "to_pairs"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
@@ -224,10 +225,16 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
     inputs = {name: x.double().requires_grad_() for name, x in (arrays | {"pairs": pairs}).items()}
     s = formulas.scores(scale=0.3, **{x: inputs[x] for x in inputs if x not in ("value", "pairs")})
     live = formulas.alive(s.shape, **band) & (pairs > -math.inf)
-    alpha, lse = formulas.weigh(s + inputs["pairs"].masked_fill(~live, 0.0), live, "softmax")
+    s = s + inputs["pairs"].masked_fill(~live, 0.0)
+    options, rows = WEIGHTINGS[weighting], {}
+    if options:
+        rows = {"row_a": formulas.entmax_threshold(s, live, options["alpha"]).float()}
+    own = options or {"weighting": "softmax"}
+    alpha, lse = formulas.weigh(s, live, **own, **{x: y.double() for x, y in rows.items()})
     along = torch.randn(2, 2, 32, 16).half()
-    some = torch.where(lse > -math.inf, lse, 0.0).sum()
-    total = (alpha @ formulas.shared(inputs["value"], s) * along).sum() + some
+    total = (alpha @ formulas.shared(inputs["value"], s) * along).sum()
+    if not options:
+        total = total + torch.where(lse > -math.inf, lse, 0.0).sum()
     right = torch.autograd.grad(total, list(inputs.values()))
     if spoiled:
         arrays["key"][..., 5, :] = math.nan
@@ -235,8 +242,13 @@ def test_a_float_mask_in_16_bits(m, band, spoiled, monkeypatch):
         arrays["value"][..., 20, :] = math.nan
     seen = watch(monkeypatch, "QUICK")
     ours = {x: y.detach().requires_grad_() for x, y in (arrays | {"pairs": pairs}).items()}
-    out, lse = formulas.attend(**ours, scale=0.3, **band)
-    total = (out * along).sum() + torch.where(lse > -math.inf, lse, 0.0).sum()
+    out, lse = formulas.attend(**ours, scale=0.3, **options, **rows, **band)
+    torch.testing.assert_close(
+        out.double(), alpha @ formulas.shared(inputs["value"], s), rtol=2e-2, atol=1e-2
+    )
+    total = (out * along).sum()
+    if not options:
+        total = total + torch.where(lse > -math.inf, lse, 0.0).sum()
     for x, y in zip(torch.autograd.grad(total, list(ours.values())), right, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=4e-2, atol=2e-2)
     assert True in seen

@@ -315,3 +315,25 @@ def test_masks_by_descriptors(monkeypatch, weighting, lead, kind):
             count = (scores > found[..., None]).sum(-1)
             want = (scores > -INFINITY).sum(-1).clamp_max(number)
             torch.testing.assert_close(count, want)
+
+
+@pytest.mark.parametrize("upper", [None, 16])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize(("weighting", "number"), [("entmax", 1.5), ("entmax", 2.0), ("topk", 5)])
+def test_a_key_that_a_float_mask_excludes_may_be_anything(
+    monkeypatch, weighting, number, copies, upper
+):
+    monkeypatch.setattr(launch, "has_tma", lambda device: copies)
+    query, key, _ = arrays(b=1, heads=2, few=1, n=34, m=64)
+    mask = torch.randn(34, 64, device=DEVICE)
+    mask[:, [5, 20, 63]] = -INFINITY
+    mask = mask.masked_fill(torch.rand_like(mask) < 0.2, -INFINITY)[None, None]
+    want = thresholds.find_thresholds(
+        *search_arguments(query, key, weighting, number, 0.3, pairs=mask, upper=upper)
+    )
+    key[..., 5, :], key[..., 20, 3], key[..., 63, :] = torch.nan, INFINITY, -INFINITY
+    found = thresholds.find_thresholds(
+        *search_arguments(query, key, weighting, number, 0.3, pairs=mask, upper=upper)
+    )
+    for x, y in zip(found[:2], want[:2], strict=True):
+        assert torch.equal(x, y)

@@ -26,6 +26,7 @@ from qkv.engines.triton.launching.kernel_call import (
     shared_strides,
 )
 from qkv.engines.triton.launching.tile_choice import Tile
+from qkv.engines.triton.pair_functions.functions import CapturedGradient
 from qkv.engines.triton.sparse import best_value, thresholds
 from qkv.engines.triton.tile_functions import score_tile
 from qkv.engines.triton.tile_functions.records import ARRAY_COUNT, Arrays
@@ -91,7 +92,7 @@ def attend_backward(
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     call.constexprs = call.constexprs | {"CENTRED": centred}
     gradients = along, along_lse, out, kept
-    exact = _needs_exact_centre(call, for_captured)
+    exact = _needs_exact_centre(call)
     few = for_queries and for_keys and not (for_pairs or for_captured)
     if few and backward_few_queries.fits_one_tile(call):
         backward_few_queries.fill_gradients(call, *gradients, known, exact, grads)
@@ -102,17 +103,28 @@ def attend_backward(
     return grads
 
 
-def _needs_exact_centre(call: KernelCall, for_captured: bool) -> bool:
+def _needs_exact_centre(call: KernelCall) -> bool:
     """Return whether softmax's centre is summed over the keys.
 
     The centre from the rounded output is precise enough unless the sum of a row's gradients
-    matters: for a temperature, a gate of few rows, or a single row.
+    matters: for a temperature, a gate of few rows, or a single row. For captured numbers, see
+    `_sum_captured_by_row`.
     """
     few = call.n <= (tile_choice.MAX_PACKED_ROWS if call.gate_query is not None else 1)
-    exact = call.weighting == "entmax" or few or call.needs_exact_row_sums
-    if for_captured and call.functions is not None:  # sums over keys of a row
-        exact = exact or any("k" not in x.positions for x in call.functions.captured)
-    return exact
+    return call.weighting == "entmax" or few or call.needs_exact_row_sums
+
+
+def _find_row_sum(call: KernelCall, wide: bool) -> CapturedGradient | None:
+    """Return the captured number whose gradient the queries' pass can sum over the keys, or None.
+
+    Its index does not depend on the key.
+    """
+    facts = call.constexprs
+    if wide or call.weighting == "average" or call.form != "product" or call.functions is None:
+        return None
+    if facts["GATE"] or facts["CAP"] < 0:  # their sums take the place
+        return None
+    return next((x for x in call.functions.captured if "k" not in x.positions), None)
 
 
 def fill_by_sides(
@@ -124,11 +136,17 @@ def fill_by_sides(
     broad = (
         call.w > tile_choice.MAX_BACKWARD_TILE_WIDTH or call.d > tile_choice.MAX_BACKWARD_TILE_WIDTH
     )
-    bent = call.gate_query is not None or call.constexprs["CAP"] or call.constexprs["HAS_MOD"]
+    bent = call.gate_query is not None or call.constexprs["CAP"] or for_captured
     bent = bent or call.form != "product"
     fused = call.weighting == "entmax" and for_queries and not broad and not bent
     fused = fused and _split_query_loop(call, call.choose_tile("to_queries", call.n))[0] == 1
     wide = (broad or not call.has_product) and call.weighting != "average"
+    captured = call.functions.captured if for_captured and call.functions is not None else ()
+    summed = _find_row_sum(call, wide) if captured and for_queries else None
+    # The weights of a row add up to 1, so the sums for the exact centre follow from one pass.
+    corrects = summed is not None and not exact and along_lse is None
+    corrects = corrects and call.weighting in ("softmax", "topk")
+    exact = exact or any("k" not in x.positions for x in captured if not (corrects and x is summed))
     way = BackwardState(call, along, None, kept, grads, wide)
     way = way._replace(centre=_row_centre(way, along_lse, out, fused or not exact, known))
     if fused:
@@ -136,8 +154,12 @@ def fill_by_sides(
     if for_pairs and call.weighting != "average":
         backward_mask.fill_mask_gradient(call, along, way.centre, kept, grads.pairs)
     if for_captured and call.weighting != "average":
+        sums = None
+        if summed is not None:
+            sums = _launch_queries(way, captured=(summed, 1 + corrects))
+            for_queries = False
         captured_gradients.fill_captured_gradient(
-            call, along, way.centre, kept, grads.captured_floats
+            call, along, way.centre, kept, grads.captured_floats, (summed, sums)
         )
     if call.weighting == "average":
         for x in (*grads[:2], *grads[3:]):
@@ -265,21 +287,29 @@ def _split_query_loop(call: KernelCall, tile: Tile) -> tuple[int, int]:
     return call.split_loop(programs, call.m, tile.cols, tile.waves)
 
 
-def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
+def _launch_queries(
+    way: BackwardState,
+    fused: bool = False,
+    captured: tuple[CapturedGradient | None, int] = (None, 0),
+) -> Tensor:
     """Fill the gradients of query, gate_query and caps.
 
     Return the centre if `grads` is None, or with `fused`, which starts from an approximate centre.
-    For exact additive scores, return the sums of ∂L/∂v.
+    For exact additive scores, return the sums of ∂L/∂v. For a `captured` number, with the kind of
+    its sums (`F.CAPTURED_SUMS`), return its gradients, summed over the keys.
     """
     call, along, centre, kept, grads, wide = way
     lines = call.b * call.h * call.n
     one = two = kept
+    gradient_function: Any = None
+    if captured[0] is not None and call.functions is not None:
+        gradient_function = call.functions.function(captured[0].gradient_function)
     columns = _allocate_columns(call, None if grads is None else grads.query)
 
     def run_tile(tile: Tile) -> None:
         nonlocal one, two
         splits, span = _split_query_loop(call, tile)
-        if fused:
+        if fused or captured[1] == 2:
             splits, span = 1, -(-call.m // tile.cols)
         dquery: Tensor | None = None
         if grads is not None and call.constexprs["TANH"]:
@@ -297,6 +327,7 @@ def _launch_queries(way: BackwardState, fused: bool = False) -> Tensor:
             facts["LAID"] = facts["LAID"] and facts["QUICK"]
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None
+            facts["CAPTURED_SUMS"], facts["CAPTURED_GRADIENT"] = captured[1], gradient_function
             facts |= call.exact_tile_constexprs(facts, "COLS")
             arrays = (at, counts, along, centre, kept, dquery, one, two)
             sizes = (call.build_sizes(at_columns=at_columns, splits=splits, span=span), lines)

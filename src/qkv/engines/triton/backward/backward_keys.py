@@ -140,7 +140,7 @@ def accumulate_key_gradients(
                     doubts = mark_doubts(doubts, sure, (t - lo) >> shift)
             s = score_tile.modify_scores(gated, b, h, i, own.j, given, scales.times, z, F)
             peak = top[None, :]
-            if QUICK:
+            if QUICK and F.EXPONENTIAL:
                 peak = peak - extra
             elif F.PAIRS == 2:
                 s = s + extra

@@ -67,8 +67,15 @@ def sum_shared_tile(
         line = tl.cast(batch * z.heads + head, tl.int64) * z.n + row
         top, share, middle = load_row_statistics(back, line, F)
         s = tl.dot(q, tl.trans(k)) * scales.scale
+        peak = top[:, None]
+        cut = s
+        if F.EXPONENTIAL:
+            peak = peak - extra
+        else:
+            s = s + extra
+            cut = tl.load(given.row_a + line)[:, None]
         p, lean = tile_weights(
-            s, s, s, top[:, None] - extra, share[:, None], s, s, scales.alpha, F, False
+            s, s, s, peak, share[:, None], cut, s, scales.alpha, F, False
         )  # fmt: skip
         dp = tl.dot(do, tl.trans(v))
         total += score_gradients(p, lean, dp, middle[:, None], share[:, None], F)

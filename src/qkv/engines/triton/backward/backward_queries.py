@@ -47,6 +47,20 @@ from qkv.engines.triton.tile_functions.tiles import LN2, PARTIAL_SUM_COLUMNS, ji
 
 
 @triton.jit
+def captured_gradients(ds, s, live, rows, j, scales, z, F, RULED: tl.constexpr):
+    """Return what the gradients `ds` of a tile's scores add to that of a captured number."""
+    factor = scales.times
+    if F.WEIGHTING == "softmax":
+        factor = factor * LN2
+    own = F.CAPTURED_GRADIENT(
+        ds * factor, s, rows.b, rows.h, rows.i, j, rows.captured, z, F
+    )  # fmt: skip
+    if RULED:  # the derivative of an excluded pair may not be finite
+        own = tl.where(live, own, 0.0)
+    return own
+
+
+@triton.jit
 def accumulate_query_gradients(
     state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.constexpr, EXACT: tl.constexpr = 0
 ):
@@ -76,7 +90,7 @@ def accumulate_query_gradients(
             gated, steep, bend = compute_tile_scores(x, rows, keys, start, here, scales, F.BASE, F)
         s = modify_scores(gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
         peak = top
-        if QUICK:
+        if QUICK and F.EXPONENTIAL:
             peak = top - extra
         elif F.PAIRS == 2:
             s = s + extra
@@ -101,6 +115,16 @@ def accumulate_query_gradients(
             ds = score_gradients(p, lean, dp, middle, share, F)
             one += tiles.fold_columns(ds)
             two += tiles.fold_columns(lean)
+            if F.HAS_MOD:
+                ds = modified_gradients(
+                    ds, gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F
+                )
+                lean = modified_gradients(
+                    lean, gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F
+                )
+                if RULED:  # the derivative of an excluded pair may not be finite
+                    ds = tl.where(live, ds, 0.0)
+                    lean = tl.where(live, lean, 0.0)
             if RULED:
                 k = tl.where(tiles.is_finite(k), k, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
@@ -109,6 +133,13 @@ def accumulate_query_gradients(
             ds = score_gradients(p, lean, dp, middle, share, F)
             if EXACT and not F.VANISHES:
                 ds, _ = leave_out_unsure(ds, ds, sure, EXACT)
+            if F.CAPTURED_SUMS > 0:
+                own = captured_gradients(ds, gated, live, rows, j, scales, z, F, RULED)
+                one += tiles.fold_columns(own)
+                if F.CAPTURED_SUMS == 2:
+                    own = captured_gradients(lean, gated, live, rows, j, scales, z, F, RULED)
+                    two += tiles.fold_columns(own)
+                    lean_keys += tiles.fold_columns(tl.where(live, ds, 0.0) if RULED else ds)
             ds = modified_gradients(
                 ds, gated, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F
             )
@@ -144,6 +175,9 @@ def backward_queries_kernel(
     - CENTRE = 2: `centre` is an approximation. At the end, subtract the difference from the exact
       centre times Σ lean · ψ, and write the exact centre to `one_out`.
     - WIDE: do not compute the gradient of the query.
+    - CAPTURED_SUMS: write the sums over the keys of the gradients of a captured number to
+      `one_out`. With 2, they are those of the exact centre, which the weights of a row, of sum 1,
+      give.
 
     `heads` is the number of query heads.
     """
@@ -170,10 +204,13 @@ def backward_queries_kernel(
         slopes = clear_column_sums(dquery, lane, spot.first, z.n, F.ROWS, F)
     back = (do, top[:, None], share[:, None], middle, slopes, ones)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
+    FOLDED: tl.constexpr = F.CENTRE > 0 or F.CAPTURED_SUMS > 0
     PARTS: tl.constexpr = (
-        PARTIAL_SUM_COLUMNS if F.CENTRE > 0 else (SUMMING_COLUMNS if F.WINDOW else 1)
+        PARTIAL_SUM_COLUMNS if FOLDED else (SUMMING_COLUMNS if F.WINDOW else 1)
     )  # of sums: those of a gate spill in parts
-    LEAN_COLUMNS: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
+    LEAN_COLUMNS: tl.constexpr = (
+        F.BLOCK_W if F.CENTRE == 2 else (PARTIAL_SUM_COLUMNS if F.CAPTURED_SUMS == 2 else 16)
+    )
     state = (
         tl.zeros((F.ROWS, HELD), dtype=tl.float32),
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
@@ -207,6 +244,7 @@ def backward_queries_kernel(
         dq, one, two, lean_keys, doubts = state
         good = is_all_finite(dq) & is_all_finite(one) & is_all_finite(two)
         dq = tl.where(good, dq, 0.0)
+        lean_keys = tl.where(good, lean_keys, 0.0)
         state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lean_keys, doubts)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with comparisons
     if F.UPPER or F.SPANS or F.CUT or F.TILED or F.EDGES or F.QUICK:
@@ -244,6 +282,10 @@ def backward_queries_kernel(
             rest = (one / tl.where(two == 0, 1.0, two))[:, None]
             dq = dq - rest * lean_keys
             tl.store(one_out + line[:, None], middle + rest, mask=spot.inside[:, None])
+        if F.CAPTURED_SUMS > 0:
+            if F.CAPTURED_SUMS == 2:
+                one -= tl.sum(lean_keys, 1) * two
+            tl.store(one_out + line, one, mask=spot.inside)
         if F.GATE:
             if F.WEIGHTING == "softmax" and not F.HAS_MOD:
                 one = one * LN2

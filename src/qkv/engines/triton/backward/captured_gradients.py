@@ -1,7 +1,8 @@
 """The gradients of the numbers that a score_mod loads from captured tensors.
 
-Each number has an index that depends on some of the positions b, h, q and k. Its gradient is
-summed in three steps, each in a fixed order, so that results repeat:
+Each number has an index that depends on some of the positions b, h, q and k. If one does not depend
+on k, the pass for the gradients of queries sums its gradient over the keys (`F.CAPTURED_SUMS`).
+Other gradients are summed in three steps, each in a fixed order, so that results repeat:
 
 1. `captured_gradients_kernel` sums over the positions that the index does not depend on.
 2. If the index depends on q and k only through q − k, `sum_distances_kernel` sums diagonals.
@@ -192,13 +193,33 @@ def captured_index_kernel(
 
 
 def fill_captured_gradient(
-    call: KernelCall, along: Tensor, centre: Tensor | None, kept: Tensor, gradient: Tensor
-) -> None:
-    """Fill the gradient of `captured_floats`."""
+    call: KernelCall, along: Tensor, centre: Tensor | None, kept: Tensor, gradient: Tensor,
+    known: tuple[CapturedGradient | None, Tensor | None] = (None, None),
+) -> None:  # fmt: skip
+    """Fill the gradient of `captured_floats`.
+
+    `known` is a captured number and its gradients summed over the keys, (parts, B · H · n).
+    """
     sums = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
     for captured in call.functions.captured if call.functions is not None else ():
-        _add_gradient(call, captured, along, centre, kept, sums)
+        if captured is known[0] and known[1] is not None:
+            _add_row_sums(call, captured, known[1], sums)
+        else:
+            _add_gradient(call, captured, along, centre, kept, sums)
     gradient.copy_(sums)
+
+
+def _add_row_sums(
+    call: KernelCall, captured: CapturedGradient, row_sums: Tensor, sums: Tensor
+) -> None:
+    """Add the gradients of a number whose index does not depend on the key."""
+    batches, heads = call.tile_lists.own_lanes(captured.positions)
+    shape = batches, call.b // batches, heads, call.h // heads, call.n
+    found = row_sums.sum(0).view(shape).sum((1, 3))
+    rows = call.n if "q" in captured.positions else 1
+    if rows == 1:
+        found = found.sum(-1)
+    _scatter(call, captured, found.contiguous(), (rows, 1, heads, 0, 0), sums)
 
 
 def _add_gradient(
@@ -297,6 +318,7 @@ def _scatter(
         "BY_DISTANCE": captured.by_distance,
         "CAPTURED_INDEX": call.functions.function(captured.index_function),
         "FAST": False,
+        "SHORT": call.constexprs["SHORT"],
     }
     call.launch_kernel(
         captured_index_kernel, -(-count // INDICES_PER_PROGRAM), (index,), None,

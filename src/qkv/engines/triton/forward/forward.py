@@ -235,7 +235,7 @@ def pool_kernel(
                     state, rows, few, 0, scales, z, first * SHARE, last * SHARE, F.FEW,
                     False, False, 2,
                 )  # fmt: skip
-    if F.QUICK:
+    if F.QUICK and F.EXPONENTIAL:
         acc, top, total, doubts = state
         good = tl.max((tiles.is_finite(total) == 0).to(tl.int32), 0) == 0
         acc = tl.where(good, acc, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv.engines.triton.launching import launch, tile_choice, workspace
 from qkv.engines.triton.launching.tile_choice import Tile
-from qkv.engines.triton.pair_functions.expressions import MAX_NUMBERS
+from qkv.engines.triton.pair_functions.expressions import MAX_NUMBERS, MAX_SHORT_LENGTH
 from qkv.engines.triton.pair_functions.functions import PairFunctions
 from qkv.engines.triton.pair_functions.tile_lists import TileLists
 from qkv.engines.triton.sparse import support_lists
@@ -214,6 +214,7 @@ class KernelCall:
             self.constexprs["BLOCK_D"] = max(self.constexprs["BLOCK_D"], MIN_VALUE_COLUMNS)
         if self.functions is not None:
             self.constexprs |= _function_constexprs(self.functions)
+            self.constexprs["SHORT"] = max(self.n, self.m) <= MAX_SHORT_LENGTH
         has_mod = numbers.has_score_mod
         if has_mod:
             self.constexprs["BASE"] = 1.0
@@ -242,11 +243,11 @@ class KernelCall:
     def _measure_float_mask(self, times: float) -> int:
         """Return the bytes of a mask element if the fast path applies (`F.QUICK`), else 0.
 
-        It applies to softmax of 16-bit rows with a float mask that descriptors can read, and
-        without bias, gate, lengths or dropout.
+        It applies to softmax and entmax of 16-bit rows with a float mask that descriptors can read,
+        and without bias, gate, lengths or dropout.
         """
         others = (self.key_bias, self.gate_key, self.lengths, self.seed)
-        if self.weighting != "softmax" or any(x is not None for x in others):
+        if self.weighting not in ("softmax", "entmax") or any(x is not None for x in others):
             return 0
         fits = (
             self.query.element_size() == 2
@@ -504,7 +505,7 @@ def _base_constexprs(
         "FEW": None,
         # Where no weight is, no score has a gradient.
         "VANISHES": weighting not in ("normalized", "raw"),
-        **dict.fromkeys(("HAS_RULE", "HAS_MOD", "TILED", "SKIPS_PAIRS"), False),
+        **dict.fromkeys(("HAS_RULE", "HAS_MOD", "SHORT", "TILED", "SKIPS_PAIRS"), False),
         **dict.fromkeys(("RULE", "MOD", "MOD_GRADIENT"), None),
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),

@@ -26,6 +26,10 @@ into the kernel."""
 MIN_PASSED_CONSTANT = 16
 """Smaller integers, such as 1, are part of the formula. Larger ones are passed as an argument."""
 MAX_CAPTURED_ELEMENTS = 2**31
+MAX_EXACT_INTEGER = 2**24
+"""Up to here, sums of integers are exact in float32."""
+MAX_SHORT_LENGTH = 2**22
+"""The most queries or keys whose positions are computed in float32 (`F.SHORT`)."""
 
 
 class TranslationError(Exception):
@@ -42,6 +46,8 @@ class Value:
     - is_monotone: whether it only grows, or only falls, with q − k, and depends on nothing else.
     - low: a number that it is never below.
     - has_score: whether it depends on the score or on a captured number that is learned.
+    - sum_of: for an integer, the method of `Expressions` that makes it of its operands, if it makes
+      the same number of floats.
     """
 
     text: str
@@ -54,6 +60,7 @@ class Value:
     is_monotone: bool = False
     low: float | None = None
     has_score: bool = False
+    sum_of: str | None = None
     operands: tuple[Value, ...] = ()
     partials: tuple[Any, ...] | None = None
     """For each operand: its derivative as a function of the expressions, or None for 0."""
@@ -124,6 +131,7 @@ class Expressions:
         self, template: str, kind: str, *operands: Value, partials: Any = None,
         is_nonnegative: bool = False, slopes: tuple[float, float] | None = None,
         has_score: bool | None = None, is_monotone: bool = False, low: float | None = None,
+        sum_of: str | None = None,
     ) -> Value:  # fmt: skip
         """Return the value of a template with `{0}`, `{1}` … for the operands."""
         text = template.format(*[x.text for x in operands])
@@ -150,6 +158,7 @@ class Expressions:
             is_monotone=is_monotone,
             low=low,
             has_score=any(x.has_score for x in operands) if has_score is None else has_score,
+            sum_of=sum_of if kind in ("int", "long") else None,
             operands=operands,
             partials=partials,
         )  # fmt: skip
@@ -165,12 +174,50 @@ class Expressions:
             return made if kind != "long" else Value(made.text, kind, made.number, slopes=(0, 0))
         if kind == "bool":
             return self.operate("({0} != 0)", "bool", x)
+        if kind == "float" and x.kind != "bool":
+            quick = self._sum_in_floats(x)
+            if quick is not None and x.sum_of is None:
+                return quick[0]
+            if quick is not None:
+                return self.operate(
+                    "({0} if F.SHORT else {1}.to(tl.float32))", "float", quick[0], x,
+                    partials=(None, None), is_nonnegative=x.is_nonnegative, low=x.low,
+                )  # fmt: skip
         return self.operate(
             "{0}.to(" + TRITON_TYPES[kind] + ")", kind, x,
             partials=(None,) if x.kind != "float" else (lambda g: g,),
             is_nonnegative=x.is_nonnegative, slopes=None if kind == "float" else x.slopes,
-            is_monotone=x.is_monotone and kind != "float", low=x.low,
+            is_monotone=x.is_monotone and kind != "float", low=x.low, sum_of="cast",
         )  # fmt: skip
+
+    def _sum_in_floats(self, x: Value) -> tuple[Value, float] | None:
+        """Return an integer computed in float32, and a bound of its size; None: it may be inexact.
+
+        A GPU converts integers to floats at an eighth of the speed of other operations. A position
+        is converted once for a row or a column, and a distance would be once for each pair.
+        """
+        if x.number is not None:
+            return self.constant(float(x.number)), abs(x.number)
+        if not x.operands and x.kind == "int" and x.slopes == (0.0, 0.0) and x.low is not None:
+            passed = self.operate("tl.cast({0}, tl.float32)", "float", x)
+            return passed, abs(x.low)
+        if not x.operands and len(x.positions) == 1:
+            found = self.operate("float_position({0}, F)", "float", x, is_nonnegative=True)
+            return found, float(MAX_SHORT_LENGTH)
+        if x.sum_of is None or any(y.kind not in ("int", "long") for y in x.operands):
+            return None
+        if x.sum_of == "cast":
+            return self._sum_in_floats(x.operands[0])
+        parts = [self._sum_in_floats(y) for y in x.operands]
+        if any(y is None for y in parts):
+            return None
+        values, bounds = zip(*(y for y in parts if y is not None), strict=True)
+        size = max(bounds) if x.sum_of in ("minimum", "maximum") else sum(bounds)
+        if size > MAX_EXACT_INTEGER:
+            return None
+        if x.sum_of in ("minimum", "maximum"):
+            return self.extreme(x.sum_of, *values), size
+        return getattr(self, x.sum_of)(*values), size
 
     def _match(self, *operands: Value, kind: str | None = None) -> tuple[Value, ...]:
         kind = kind or max((x.kind for x in operands), key=KINDS.index)
@@ -203,7 +250,7 @@ class Expressions:
             "({0} + {1})", a.kind, a, b, partials=(lambda g: g, lambda g: g),
             is_nonnegative=a.is_nonnegative and b.is_nonnegative, slopes=slopes,
             is_monotone=a.is_monotone != b.is_monotone,
-            low=None if a.low is None or b.low is None else a.low + b.low,
+            low=None if a.low is None or b.low is None else a.low + b.low, sum_of="add",
         )  # fmt: skip
 
     def subtract(self, a: Value, b: Value, kind: str | None = None) -> Value:
@@ -215,8 +262,9 @@ class Expressions:
         if a.slopes and b.slopes:
             slopes = a.slopes[0] - b.slopes[0], a.slopes[1] - b.slopes[1]
         return self.operate(
-            "({0} - {1})", a.kind, a, b, partials=(lambda g: g, self.negate), slopes=slopes
-        )
+            "({0} - {1})", a.kind, a, b, partials=(lambda g: g, self.negate), slopes=slopes,
+            sum_of="subtract",
+        )  # fmt: skip
 
     def multiply(self, a: Value, b: Value, kind: str | None = None) -> Value:
         a, b = self._match(a, b, kind=kind)
@@ -252,7 +300,9 @@ class Expressions:
         if x.number is not None:
             return self.constant(-x.number)
         slopes = None if x.slopes is None else (-x.slopes[0], -x.slopes[1])
-        return self.operate("(-{0})", x.kind, x, partials=(self.negate,), slopes=slopes)
+        return self.operate(
+            "(-{0})", x.kind, x, partials=(self.negate,), slopes=slopes, sum_of="negate"
+        )
 
     def remainder(self, a: Value, b: Value) -> Value:
         """Return a mod b with the sign of b, as in Python."""
@@ -326,7 +376,7 @@ class Expressions:
                 is_nonnegative=(any if name == "maximum" else all)(
                     x.is_nonnegative for x in (a, b)
                 ),
-                is_monotone=a.is_monotone != b.is_monotone, low=low,
+                is_monotone=a.is_monotone != b.is_monotone, low=low, sum_of=name,
             )  # fmt: skip
         sign = ">" if name == "maximum" else "<"
 
@@ -429,7 +479,9 @@ class Expressions:
                     self.where(self.compare("<", x, zero), self.negate(g), zero),
                 ),
             )  # fmt: skip
-        return self.operate("tl.abs({0})", x.kind, x, partials=partials, is_nonnegative=True)
+        return self.operate(
+            "tl.abs({0})", x.kind, x, partials=partials, is_nonnegative=True, sum_of="absolute"
+        )
 
     def detach(self, x: Value) -> Value:
         return self.operate("{0}", x.kind, x, is_nonnegative=x.is_nonnegative, has_score=False)
@@ -554,9 +606,11 @@ class Expressions:
     def function_source(self, name: str, parameters: str, out: Value, like: str) -> str:
         """Return the source of a function that returns `out`, broadcast like `like`."""
         needed: set[str] = set()
+        reached: set[str] = set()
         stack = [out.text]
         while stack:
             text = stack.pop()
+            reached.add(text)
             if text in self.lines and text not in needed:
                 needed.add(text)
                 stack += self.lines[text][1]
@@ -565,7 +619,7 @@ class Expressions:
         if out.kind == "bool":
             if out.number is not None:  # a constant must become a tensor too
                 end = "(i >= 0)" if out.number else "(i < 0)"
-        elif like:
+        elif like and like not in reached:
             end = f"{end} + tl.zeros_like({like})"
         return "\n".join(
             ["@triton.jit", f"def {name}({parameters}):", *body, f"    return {end}", ""]

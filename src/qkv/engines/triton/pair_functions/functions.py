@@ -26,7 +26,7 @@ from qkv.engines.triton.pair_functions.rules import RuleTranslator
 from qkv.engines.triton.pair_functions.signatures import MaskSignatureBuilder, NoSignatureError
 from qkv.engines.triton.pair_functions.trace import trace_function
 from qkv.engines.triton.tile_functions.score_tile import fast_tanh
-from qkv.engines.triton.tile_functions.tiles import gather
+from qkv.engines.triton.tile_functions.tiles import float_position, gather
 from qkv.masks import Mask
 from qkv.util.caches import create_table, insert_bounded, memoize
 
@@ -242,7 +242,7 @@ def _compile_source(source: str) -> dict[str, Any]:
     path = f"<qkv pair functions {_source_name(source)}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     found: dict[str, Any] = {"triton": triton, "tl": tl, "fast_tanh": fast_tanh, "gather": gather}
-    found["__name__"] = __name__
+    found |= {"float_position": float_position, "__name__": __name__}
     exec(compile(source, path, "exec"), found)
     return found
 

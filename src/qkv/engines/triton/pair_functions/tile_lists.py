@@ -173,10 +173,8 @@ class TileLists:
         call = self.call
         lanes = self.batches * self.heads
         kinds = workspace.allocate_buffer(call.query, (lanes, count_i, count_j), torch.int8)
-        facts = {"ROWS": rows, "COLS": cols} | {
-            name: call.constexprs[name]
-            for name in ("LOWER", "UPPER", "LAYOUT", "SPANS", "PAIRS", "HAS_RULE", "RULE", "FAST")
-        }
+        names = ("LOWER", "UPPER", "LAYOUT", "SPANS", "PAIRS", "HAS_RULE", "RULE", "FAST", "SHORT")
+        facts = {"ROWS": rows, "COLS": cols} | {name: call.constexprs[name] for name in names}
         grid = count_j, count_i, lanes
         sizes = call.build_sizes(), self.heads
         call.launch_kernel(

@@ -233,6 +233,13 @@ def _log_sigmoid(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value
     return made.negate(made.unary("softplus", made.negate(x)))
 
 
+def _softplus(recorder: _Recorder, args: Any, named: dict[str, Any], kind: str) -> Value:
+    given = dict(zip(("beta", "threshold"), args[1:], strict=False)) | named
+    if given.get("beta", 1) != 1 or given.get("threshold", 20) != 20:
+        raise TranslationError("it uses softplus with another beta or threshold")
+    return recorder.expressions.unary("softplus", recorder.value_of(args[0]))
+
+
 def _where(recorder: _Recorder, args: Any, named: Any, kind: str) -> Value:
     condition, x, other = map(recorder.value_of, args[:3])
     return recorder.expressions.where(condition, x, other, kind=kind)
@@ -320,6 +327,7 @@ RULES: dict[str, Rule] = {
     "reciprocal": _reciprocal,
     "silu": _silu,
     "log_sigmoid_forward": _log_sigmoid,
+    "softplus": _softplus,
     "pow": _power,
     "minimum": lambda r, args, named, kind: r.expressions.extreme(
         "minimum", *map(r.value_of, args[:2])

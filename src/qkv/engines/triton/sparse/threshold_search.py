@@ -82,11 +82,12 @@ COUNT_FIELD_SIZE = tl.constexpr(1024)
 
 
 @triton.jit
-def _tile_scores(t, rows, keys, edges, scales, z, F):
+def _tile_scores(t, rows, keys, edges, scales, z, F, COMPARES: tl.constexpr = True):
     """Return the scores of tile t of the keys, (ROWS, COLS), with −∞ for excluded pairs.
 
     scales.share multiplies the bias. Partial and full tiles are distinguished at run time: one body
-    for both compiles in a third of the time.
+    for both compiles in a third of the time. Without COMPARES, a pair that a float mask excludes
+    from a full tile has −∞ only if its dot product is finite.
     """
     start, near = tile_positions(t, keys.at, F.COLS, F)
     j = (start + near)[None, :]
@@ -107,14 +108,17 @@ def _tile_scores(t, rows, keys, edges, scales, z, F):
             read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=inside, other=0)
         extra, counts = apply_mask_array(read, inside, scales.times, F, False, True)
         if F.PAIRS == 2:
-            counts = extra > NEG_INFINITY
+            counts = read.to(tl.float32) > NEG_INFINITY  # `extra` may be clipped
             s = s + extra
-        s = tl.where(counts, s, NEG_INFINITY)
+        if F.PAIRS == 1 or COMPARES:
+            s = tl.where(counts, s, NEG_INFINITY)
         # A descriptor reads 0 outside of the array.
         partial = partial | F.HAS_RULE | F.LAYOUT
     if partial:
         live = live_pairs(rows.i, j, keys.end, keys.layout, keys.spans, z, F)
         live = apply_rule(live, rows.b, rows.h, rows.i, j, rows.captured, z, F)
+        if F.PAIRS == 2 and not COMPARES:
+            live = live & counts
         s = tl.where(live, s, NEG_INFINITY)
     return s
 
@@ -170,7 +174,7 @@ def _column_maxima(rows, keys, edges, scales, z, F, SECOND: tl.constexpr):
     peaks = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     second = tl.full((F.ROWS, F.COLS if SECOND else 1), NEG_INFINITY, tl.float32)
     for t in tl.range(edges[0], edges[3]):
-        s = _tile_scores(t, rows, keys, edges, scales, z, F)
+        s = _tile_scores(t, rows, keys, edges, scales, z, F, False)
         if SECOND:
             second = tl.maximum(second, tl.minimum(peaks, s))
         peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
@@ -264,7 +268,7 @@ def _sum_row_powers(t, rows, keys, edges, scales, own, z, F, MARKED: tl.constexp
     bend = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     count = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     for tile in tl.range(edges[0], edges[3]):
-        s = _tile_scores(tile, rows, keys, edges, scales, z, F)
+        s = _tile_scores(tile, rows, keys, edges, scales, z, F, False)
         r = tl.maximum(s - t[:, None], 0.0)
         some, lean, more = _entmax_powers(r, scales.alpha, F.POWER, F.FAST)
         mass += fold_columns(some)
@@ -344,6 +348,11 @@ def entmax_kernel(
         SECOND: tl.constexpr = F.PHASE == 0
         peaks, second = _column_maxima(rows, keys, edges, scales, z, F, SECOND)
         bad = _has_nan_or_inf(peaks)
+        if F.PAIRS == 2 and not F.STORED:
+            if tl.max(bad.to(tl.int32), 0) > 0:  # perhaps of excluded pairs: compare all
+                edges = (edges[0], edges[3], edges[3], edges[3])
+                peaks, second = _column_maxima(rows, keys, edges, scales, z, F, SECOND)
+                bad = _has_nan_or_inf(peaks)
         top = tl.max(peaks, 1)
         empty = top == NEG_INFINITY
         top = tl.where(empty | bad, 0.0, top)

@@ -405,6 +405,23 @@ def gather(source, at, F):
         return tl.load(source + at)
 
 
+FLOAT_BITS_OF_2_23 = tl.constexpr(0x4B000000)
+"""The bits of 2²³ as float32. The last 23 bits of a float count from there in steps of 1."""
+
+
+@triton.jit
+def float_position(x, F):
+    """Return positions as float32.
+
+    Short positions (F.SHORT) become the last bits of 2²³ + x, which is faster than a conversion.
+    """
+    if F.SHORT:
+        bits = x.to(tl.int32) | FLOAT_BITS_OF_2_23
+        return bits.to(tl.float32, bitcast=True) - 8388608.0
+    else:
+        return x.to(tl.float32)
+
+
 @triton.jit
 def is_finite(x):
     return tl.abs(x.to(tl.float32)) < INFINITY
