@@ -8,7 +8,8 @@ So it runs as it is. Its scores and booleans are arguments of a compiled plan.
 dropout works with them. In 16 bits with gradients the function also runs on one row, to find what
 it captures, and again in the backward pass.
 
-On PyTorch, a function that only computes a scaled dot product is replaced by that score.
+On PyTorch, a function that only computes a scaled dot product is replaced by that score. On
+a GPU, a pointwise function of one is replaced by a score_mod, without an array of scores.
 """
 
 from __future__ import annotations
@@ -82,13 +83,28 @@ def evaluates_on_device(call: Call) -> bool:
 
 
 def recognize_product(call: Call) -> Score | None:
-    """Return the scaled dot product that a function on a GPU computes; None if it is another one.
+    """Return the dot product that a function on a GPU computes, or with a score_mod; else None.
 
     So it runs in the fused kernels, without an array of scores.
     """
     if not (isinstance(call.score, UserScore) and _may_evaluate_on_device(call)):
         return None
-    return _find_product(call)
+    return _find_product(call) or _find_score_mod(call)
+
+
+def _find_score_mod(call: Call) -> Score | None:
+    """Return the score_mod of dot products that the function of the score computes, or None."""
+    from qkv.engines import triton
+
+    assert isinstance(call.score, UserScore)
+    if call.wants_weights:
+        return None
+    found = call.fw.find_score_mod(call.score.function, call.query, _repeat_keys(call))
+    if found is None:
+        return None
+    score = Modified(ScaledDot(1.0), found)
+    # Without a reason, the score_mod has a translation, so it is pointwise.
+    return score if triton.unsupported_reason(replace(call, score=score)) is None else None
 
 
 def replace_product_function(call: Call) -> Call:
@@ -113,11 +129,13 @@ def replace_product_function(call: Call) -> Call:
 def _find_product(call: Call) -> Score | None:
     """Return the scaled dot product that the function of the score computes, or None."""
     assert isinstance(call.score, UserScore)
-    key = (
-        call.key if call.key.shape[:-2] == call.lead else calls.repeat_shared_heads(call, call.key)
-    )
-    scale = call.fw.find_dot_scale(call.score.function, call.query, key)
+    scale = call.fw.find_dot_scale(call.score.function, call.query, _repeat_keys(call))
     return None if scale is None else ScaledDot(scale)
+
+
+def _repeat_keys(call: Call) -> Any:
+    key: Any = call.key
+    return key if key.shape[:-2] == call.lead else calls.repeat_shared_heads(call, key)
 
 
 def split_queries(call: Call) -> list[Span]:

@@ -609,6 +609,15 @@ class Framework:
         """Return c if `function(query, key)` is c · q·k and that is known; else None."""
         return None
 
+    def find_score_mod(
+        self, function: Any, query: Array, key: Array
+    ) -> Callable[..., Array] | None:
+        """Return the score_mod that makes `function(query, key)` of q·k; None: none is known.
+
+        The caller must check that it is pointwise.
+        """
+        return None
+
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         """Return function(*args) and the map from its gradient to the gradients of args."""
         raise FrameworkError(f"{self.name} has no gradients")

@@ -29,7 +29,11 @@ from qkv.frameworks.base import (
 )
 from qkv.frameworks.squares import NeedsExact, SquareOperations, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
-from qkv.frameworks.torch_dot_scale import find_dot_scale
+from qkv.frameworks.torch_dot_scale import (
+    find_dot_scale,
+    has_score_mod_of_products,
+    make_score_mod,
+)
 from qkv.frameworks.torch_products import use_tensor_cores
 from qkv.frameworks.torch_signatures import (
     FixedSignatureBuilder,
@@ -57,6 +61,7 @@ _PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("torch.pair_numb
 MAX_PAIR_NUMBERS_ENTRIES = 256
 _DOT_SCALES: dict[tuple[Any, ...], float | None] = create_table("torch.dot_scales")
 MAX_DOT_SCALES = 256
+_HAS_SCORE_MOD: dict[tuple[Any, ...], bool] = create_table("torch.has_score_mod")
 
 # Called in every `attend`, so bound to short names.
 _is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -867,6 +872,20 @@ class Torch(Framework):
         return get_or_compute(
             _DOT_SCALES, signature, lambda: find_dot_scale(function, query, key), MAX_DOT_SCALES
         )
+
+    def find_score_mod(
+        self, function: Any, query: Array, key: Array
+    ) -> Callable[..., Array] | None:
+        try:
+            signature = FixedSignatureBuilder().build(function), query.shape, key.shape
+        except NoSignatureError:
+            return None
+        # The score_mod itself, in a table, would keep captured tensors alive.
+        has_score_mod = get_or_compute(
+            _HAS_SCORE_MOD, signature, lambda: has_score_mod_of_products(function, query, key),
+            MAX_DOT_SCALES,
+        )  # fmt: skip
+        return make_score_mod(function, query, key) if has_score_mod else None
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         with torch.enable_grad():

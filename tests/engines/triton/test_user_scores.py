@@ -130,6 +130,36 @@ def test_a_scaled_dot_product_is_recognized(mask):
         assert torch.equal(got, want)
 
 
+SCALE = torch.tensor([0.7], device=DEVICE, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("score", "options"),
+    [
+        (lambda q, k: torch.tanh(q @ k.mT / 4) * 3, {}),
+        (lambda q, k: torch.sigmoid((q @ k.mT) * SCALE) * 4, {"return_lse": True}),
+        (lambda q, k: (q @ k.mT).abs().clamp(max=2.0), {"weighting": "entmax15"}),
+        (lambda q, k: torch.nn.functional.softplus(q @ k.mT), {"mask": masks.causal}),
+    ],
+)
+def test_a_function_of_dot_products_has_no_array_of_scores(score, options, monkeypatch):
+    monkeypatch.setattr(user_code, "_evaluate_on_device", None)
+    arrays = draw_arrays()
+    explained = str(qkv.explain(*arrays, score=score, engine="triton", **options))
+    assert "score_mod compiled into the kernels" in explained
+    compare_with_dense(arrays, [SCALE], score=score, **options)
+
+
+def test_a_function_of_dot_products_whose_weights_are_returned():
+    arrays = draw_arrays()
+    results = [
+        qkv.attend(*arrays, score=lambda q, k: (q @ k.mT).tanh(), return_weights=True, engine=name)
+        for name in (None, "dense")
+    ]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_the_function_keeps_its_array():
     """Some functions return an array that they use again."""
     kept = torch.randn(2, 4, 6, 9, device=DEVICE)
@@ -190,8 +220,9 @@ def test_a_gradient_that_needs_all_rows():
 def test_second_derivatives_in_sixteen_bits():
     query, key, _ = draw_arrays(dtype=torch.bfloat16)
     call = build_call(
-        query, key, key, lambda q, k: (q @ k.mT) ** 2, "softmax", None, 0.0, None, None
-    )
+        query, key, key, lambda q, k: (q @ k.mT) ** 2 + 0 * q[..., :1], "softmax", None, 0.0, None,
+        None,
+    )  # fmt: skip
     (once,) = torch.autograd.grad(
         user_code.evaluate_functions(call)[0].values.sum(), query, create_graph=True
     )
