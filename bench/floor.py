@@ -1,13 +1,15 @@
 """Which legal call is slower than the plain formula? A sweep over all options, taken in pairs.
 
 python -m bench.floor [--cuda] [--seconds N] [--seed N] [--compile] [numpy torch jax tensorflow]
+python -m bench.floor --cuda --rows TEXT [TEXT ...]
 python -m bench.floor --database [--seconds N] [--seed N]
 
 Every pair of options of `attend` occurs in some call: scores, weightings, masks, results, dropout,
 sizes, dtypes, directions. Each call runs in turns with the formula that a user would write in the
 same framework, and with PyTorch's SDPA where it computes the same. Times are the smallest of
 several. With --cuda, FlexAttention and the compiled formula follow in the time that is left;
---compile does this on the CPU.
+--compile does this on the CPU. With --rows, only those rows of the table of CUDA calls are measured
+whose "score · weighting · mask" contains one of the texts. The other rows of the file stay.
 
 On a busy machine, pass --cpu-time and set OMP_NUM_THREADS=1: a thread that waits for another one
 counts as CPU time too.
@@ -412,7 +414,16 @@ def write_results(name: str, rows: list[Row], summary: Row, table: Sequence[Row]
     }
     if threads := os.environ.get("OMP_NUM_THREADS"):
         head["OMP_NUM_THREADS"] = threads
-    first = [
+    write(f"floor_{name}", [head, *describe_table(table), *kept], replace=True)
+
+
+def describe_formula(case: Case) -> str:
+    return " · ".join(case[name] for name in ("score", "weighting", "mask"))
+
+
+def describe_table(table: Sequence[Row]) -> list[Row]:
+    """Return the rows of the table as they are written."""
+    return [
         {
             "work": row["work"],
             "sides": {x: {"ms": _round(ms)} for x, ms in row.get("sides", {}).items()},
@@ -421,7 +432,6 @@ def write_results(name: str, rows: list[Row], summary: Row, table: Sequence[Row]
         | {key: row[key] for key in ("engine", "note", "failed") if key in row}
         for row in table
     ]
-    write(f"floor_{name}", [head, *first, *kept], replace=True)
 
 
 def _round(x: Any) -> Any:
@@ -483,6 +493,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile on the CPU too")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each framework")
     parser.add_argument("--table", type=float, default=200.0, help="seconds of the table on CUDA")
+    parser.add_argument(
+        "--rows", nargs="+", default=(), help="only these rows of the table on CUDA"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calls")
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU seconds instead of time, for a busy machine"
@@ -502,7 +515,14 @@ def main() -> None:
     sizes = CUDA_SIZES if given.cuda else CPU_SIZES
     table: list[Row] = []
     if given.cuda:
-        table = run_table(load_plain("torch", "cuda"), list_table_cases(), given.table)
+        o = load_plain("torch", "cuda")
+        cases: Iterable[tuple[Case, Size]] = list_table_cases()
+        if given.rows:
+            cases = [x for x in cases if any(y in describe_formula(x[0]) for y in given.rows)]
+        table = run_table(o, cases, given.table)
+        if given.rows:
+            write("floor_torch_cuda", describe_table(table), replace=False)
+            return
     for framework in given.framework or (("torch",) if given.cuda else FRAMEWORKS):
         compiles = framework == "torch" and (given.cuda or given.compile)
         o = load_plain(framework, device)

@@ -222,3 +222,16 @@ def test_long_calls_on_a_device_are_estimated(quick):
     call.o.each = False
     call.size = call.size._replace(b=1, h=1, h_key=1, n=2048, m=2048)
     assert floor.estimate_seconds(call) > 0.0
+
+
+def test_some_rows_of_the_table(monkeypatch):
+    measured, written = [], []
+    monkeypatch.setattr(floor, "load_plain", lambda *_: None)
+    monkeypatch.setattr(floor, "run_table", lambda o, cases, seconds: measured.extend(cases) or [])
+    monkeypatch.setattr(floor, "write", lambda *given, **how: written.append((given, how)))
+    monkeypatch.setattr("sys.argv", ["floor", "--cuda", "--rows", "softmax · lengths", "entmax15"])
+    floor.main()
+    found = {floor.describe_formula(case) for case, _ in measured}
+    assert "scaled_dot · softmax · lengths" in found
+    assert all("entmax15" in x or x.endswith("softmax · lengths") for x in found)
+    assert written == [(("floor_torch_cuda", []), {"replace": False})]
