@@ -1005,6 +1005,16 @@ def test_a_few_words_among_numbers_are_reported(tmp_path: Path) -> None:
         (["5", "7", "n.v.", "9"], r"1 of its 4 cells are not numbers, such as 'n.v.'"),
         (["2024-01-31", "2024-02-01", "soon", "2024-02-02"], r"1 of its 4 .*not dates like"),
         (["2020-01-02", "03/04/2021", "3 May 2021"], r"2 of its first 3 cells are dates in other"),
+        (["$1,299.00", "$49.90", "€12.00", "1,050", "$10"], r"4 of its first 5 cells have a cur"),
+        (["12 655 050", "5 384 342", "402"], r"2 of its first 3 cells have separators of th"),
+        (["1'000", "3'000'000", "5"], r"2 of its first 3 cells have separators of thousands"),
+        (
+            ["1.2 kg", "800 g", "-", "1.5kg"],
+            r"3 of its first 3 cells have a unit, such as '1.2 kg'",
+        ),
+        (["20 °C", "-3 °C", "5"], r"2 of its first 3 cells have a unit"),
+        (["31.12.2020 23:59", "1.1.2021 0:10", "2.2.2021"], r"3 of its first 3 cells are dates"),
+        (["9:30 AM", "12:15 PM", "1:00 pm"], r"3 of its first 3 cells are dates in other forms"),
         (["31.1.2024", "1.2.2024", "Feb. 3rd, 2024"], r"3 of its first 3 cells are dates .*'31.1"),
     ],
 )
@@ -1015,6 +1025,27 @@ def test_amounts_and_dates_that_stay_text_are_reported(
     path.write_text("\n".join(["sum", *cells, ""]), encoding="utf-8")
     with pytest.warns(MixedColumnWarning, match=message):
         assert read(path).columns["sum"] == cells
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["12B", "13A", "14C"],
+        ["10 x 4", "11 x 3", "9 x 9"],
+        ["555 0101", "555 0102", "555 0103"],
+        ["192.168.1.10", "10.0.0.1", "8.8.8.8"],
+        ["8001", "01234", "90210"],
+        ["3 kg flour", "2 kg rice", "1 l oil"],
+        ["A1", "B2", "C3"],
+    ],
+)
+def test_codes_are_no_amounts(
+    tmp_path: Path, cells: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / "codes.tsv"
+    path.write_text("\n".join(["code", *cells, ""]), encoding="utf-8")
+    assert read(path).columns["code"] == cells
+    assert not list(recwarn)
 
 
 def test_numbers_that_may_be_versions_are_reported(tmp_path: Path) -> None:

@@ -47,8 +47,18 @@ _TIME_OF_DAY = re.compile(
 ).fullmatch
 # Match an amount with a currency or percent sign, and a date that is not in ISO's form.
 _AMOUNT = re.compile(rf"{_CURRENCY_SIGN}\s*-?[\d.,]*\d|-?[\d.,]*\d\s*{_CURRENCY_SIGN}").fullmatch
+# Matches a number whose thousands are separated by spaces or apostrophes.
+_GROUPED = re.compile(
+    r"[-+]?[1-9]\d{0,2}(?:([ '’\u00a0\u202f])\d{3})(?:\1\d{3})*(?:[.,]\d+)?"
+).fullmatch
+# Matches a number with a unit, such as "1.2 kg", but no code such as 12B.
+_MEASURE = re.compile(
+    r"[-+]?\d[\d.,]*\s?(?:[kmcµu]?g|mg|lbs?|oz|t|[kcmnµ]?m|km|mi|ft|in|[mc]?l|gal|h|hrs?|min|m?s|secs?"
+    r"|°\s?[CF]?|[KMG]i?B|TB|[kMG]?Hz|[kM]?Wh?|[kM]W|m?[AV]|km/h|mph|m[²³]|px|pcs?|years?|days?)"
+).fullmatch
 _OTHER_DATE = re.compile(
-    r"\d{1,2}([./-])\d{1,2}\1(?:\d{4}|\d\d)|\d{4}([./])\d{1,2}\2\d{1,2}"
+    r"(?:\d{1,2}([./-])\d{1,2}\1(?:\d{4}|\d\d)|\d{4}([./])\d{1,2}\2\d{1,2})"
+    r"(?:,? \d{1,2}:\d\d(?::\d\d)?(?: ?[ap]\.?m\.?)?)?|\d{1,2}(?::\d\d){1,2} ?[ap]\.?m\.?"
     r"|(?:\d{1,2}\.? )?(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
     r"(?: \d{1,2}(?:st|nd|rd|th)?,?)? \d{4}",
     re.ASCII | re.IGNORECASE,
@@ -356,13 +366,21 @@ def _count_odd_words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str,
 
 
 def _warn_unread_forms(name: str, cells: list[Any]) -> None:
-    """Warn of a column of text whose cells are amounts with a sign, or dates in other forms."""
-    texts = [cell.strip() for cell in cells[:SAMPLE_CELLS] if type(cell) is str and cell]
+    """Warn of a column of text whose cells are amounts, numbers with units, or other dates."""
+    texts = [cell.strip() for cell in cells[:SAMPLE_CELLS] if type(cell) is str]
+    texts = [text for text in texts if any(map(str.isalnum, text))]  # a dash is a missing cell
     if len(texts) < MIN_FORM_CELLS:
         return
     for is_form, is_plain, reason, advice in (
-        (_AMOUNT, _float_keeps, "have a currency or percent sign", "Remove it to get numbers"),
-        (_OTHER_DATE, date_form, "are dates in other forms", "Write 2024-01-31 to get dates"),
+        (_AMOUNT, _is_number, "have a currency or percent sign", "Remove it to get numbers"),
+        (_GROUPED, _is_number, "have separators of thousands", "Remove them to get numbers"),
+        (_MEASURE, _is_number, "have a unit", "Write numbers of one unit to get numbers"),
+        (
+            _OTHER_DATE,
+            date_form,
+            "are dates in other forms",
+            "Write 2024-01-31 or 14:30 to get dates",
+        ),
     ):
         unread = [text for text in texts if is_form(text)]
         plain_count = sum(bool(is_plain(text)) for text in texts)
@@ -373,6 +391,12 @@ def _warn_unread_forms(name: str, cells: list[Any]) -> None:
                 MixedColumnWarning,
             )
             return
+
+
+def _is_number(text: str) -> bool:
+    """Return whether the text is a number, perhaps with separators of thousands."""
+    forms = (_GROUPED, _COMMA_THOUSANDS, _DECIMAL_COMMA)
+    return _float_keeps(text) or any(form(text) for form in forms)
 
 
 def _parse_ints(cells: list[str]) -> list[Any] | None:
