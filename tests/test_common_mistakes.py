@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 import qkv
@@ -21,6 +23,7 @@ from qkv.errors import QkvError
 X = np.ones((2, 3))
 NAMES = qkv.Database({"Li": "Mu", "Zhang": "Aston"}, encoder="characters")
 GRADES = qkv.Database([(3.1, 70.0), (3.9, 95.0)])
+DAYS = qkv.Database({datetime.date(2024, 1, 31): 1.0})
 POINTS = qkv.Database(np.eye(3), ["a", "b", "c"])
 
 
@@ -187,6 +190,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("records", lambda: qkv.Database([{"a": 1, "b": 2}]), "key='a', value='b'), .* D.extend(rows)"),
     ("words of two letters", lambda: qkv.Database(["ab", "cd"]), "Database(keys, values)"),
     ("sets", lambda: qkv.Database([{1, 2}]), "pairs (key, value)"),
+    ("a Series", lambda: qkv.Database(pandas.Series({"a": 1})), "series.to_dict()"),
     ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys but 1 values"),
     ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "have one type"),
     ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: no query could match it"),
@@ -210,6 +214,14 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
         "new.qkv does not exist: .*add rows",
     ),
     ("a number of text", lambda: NAMES.ask(3), "query 0 must be text, like the keys, not 3"),
+    ("a number of text, spelled", lambda: NAMES.ask(3), "like the keys, not 3 (int): pass '3'"),
+    (
+        "vectors of two lengths",
+        lambda: POINTS.ask([[1.0, 2.0, 3.0], [1.0, 2.0]]),
+        "of one length, not .* they have 3 numbers and 2",
+    ),
+    ("a month", lambda: DAYS.ask("2024-01"), "ISO text .* write it as 2024-01-31"),
+    ("a method of others", lambda: NAMES.search("Li"), "no attribute 'search': use ask(query)"),
     ("text of numbers", lambda: GRADES.ask("three"), "query 0 must be a number, not 'three'"),
     ("NaN", lambda: GRADES.ask(float("nan")), "query 0 is not a finite number"),
     ("None", lambda: NAMES.ask(None), "query 0 must not be None"),
@@ -282,6 +294,10 @@ def test_an_error_for_a_foreign_argument_names_ours(word) -> None:
         NAMES.ask("Li", temperature=2)
     with pytest.raises(TypeError, match=r"ask\(\) got an unexpected .* 'k': .*top=k"):
         NAMES.ask("Li", k=2)
+    with pytest.raises(TypeError, match=r"'limit': pass top=limit to list this many rows"):
+        NAMES.ask("Li", limit=2)
+    with pytest.raises(TypeError, match=r"use answer.value, answer.rows\[0\]"):
+        NAMES.ask("Li")[0]
 
 
 LAYERS = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 import numpy as np
 
@@ -179,7 +179,8 @@ class Answer(Displayable):
                 for field_name, x in self._backend.build_fields().items():
                     vars(self).setdefault(field_name, x)
                 return vars(self)[name]
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
 
     @lazy_property
     def weights(self) -> np.ndarray:
@@ -241,6 +242,12 @@ class Answer(Displayable):
     def abstains(self) -> bool:
         """Whether `prediction_set` is empty: no row fits the query well enough."""
         return not self.prediction_set
+
+    def __getitem__(self, position: Any) -> Never:
+        raise TypeError(
+            "an answer has no items: use answer.value, answer.rows[0] for the best row, or "
+            "to_dict()"
+        )
 
     def without(self, row: Row | int) -> Answer:
         """Return the answer without this row, or without the row at this index.

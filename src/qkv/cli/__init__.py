@@ -44,6 +44,16 @@ COMMAND_MODULES = {
 """The module in `qkv.cli` that defines each command."""
 
 
+FOREIGN_COMMANDS = {
+    **dict.fromkeys(("describe", "schema", "show", "head", "inspect"), "info SOURCE"),
+    **dict.fromkeys(("search", "query", "find"), "ask SOURCE QUERY"),
+    **dict.fromkeys(("lookup", "select"), "get SOURCE KEY"),
+    **dict.fromkeys(("merge", "match"), "join LEFT RIGHT"),
+    **dict.fromkeys(("load", "create"), "import SOURCE PATH"),
+}
+"""Commands that other programs have, and what to use here."""
+
+
 class LazyCommandGroup(TyperGroup):
     """A group of commands that builds each command when it is first named.
 
@@ -52,6 +62,11 @@ class LazyCommandGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMAND_MODULES)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in FOREIGN_COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}. Use: qkv {FOREIGN_COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         # For an unknown name, build all commands: click suggests the nearest one.

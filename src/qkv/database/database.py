@@ -61,7 +61,7 @@ from qkv.database.table.schema import (
     stack_vectors,
     warn_partial_values,
 )
-from qkv.database.table.view import ROWS_PER_CHUNK, TableView
+from qkv.database.table.view import MEASURED_SETTINGS, ROWS_PER_CHUNK, TableView
 from qkv.errors import (
     ArgumentError,
     CombinationError,
@@ -101,6 +101,18 @@ if TYPE_CHECKING:
 
 MAX_REFIT_ROWS = 2**17
 """The encoder is refitted when the number of rows has doubled, up to this number."""
+
+FOREIGN_METHODS = {
+    **dict.fromkeys(
+        ("search", "query", "nearest", "retrieve", "lookup", "kneighbors"), "ask(query)"
+    ),
+    **dict.fromkeys(("similarity_search", "predict", "find"), "ask(query)"),
+    **dict.fromkeys(("insert", "append", "upsert"), "add(key, value) or update(key, value)"),
+    **dict.fromkeys(("delete", "drop", "pop"), "remove(key)"),
+    **dict.fromkeys(("to_pandas", "to_polars", "to_arrow", "head"), "to_frame()"),
+    **dict.fromkeys(("merge",), "join(other)"),
+}
+"""Methods of other libraries, and what to use here."""
 
 OPEN_ARGUMENT_HINTS = dict.fromkeys(
     ("mode", "readonly", "read_only"),
@@ -238,6 +250,14 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
             "vectors": self._view.precision_text,
             "bytes": None if self.path is None else folder.folder_size(self.path),
         }
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes without this method
+
+        def __getattr__(self, name: str) -> Any:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in FOREIGN_METHODS:
+                message += f": use {FOREIGN_METHODS[name]}"
+            raise AttributeError(message, name=name, obj=self)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return the type of each column and the number of its missing cells.
@@ -1320,7 +1340,7 @@ class Database(ReadableDatabase[K, V]):
             else:
                 description = encoding.describe_encoder(new_encoder, 0)
             # The counter tells apart encoders with equal settings but different arrays.
-            old = {x: y for x, y in view.settings.items() if x not in encoding.MEASURED_SETTINGS}
+            old = {x: y for x, y in view.settings.items() if x not in MEASURED_SETTINGS}
             measured = encoding.measure_rows(view.schema, new_encoder, keys, {}, view)
             settings = {**old, **description, **measured}
             settings["encoded"] = view.setting_number("encoded") + 1

@@ -7,7 +7,6 @@ import pytest
 
 import qkv
 from qkv.database import memory_rows
-from qkv.database.table import left_out_error
 from qkv.database.table.left_out_error import LeftOutError, estimate_left_out_error
 from qkv.scores import Cosine, Gaussian, Laplace
 
@@ -78,7 +77,7 @@ def test_a_key_of_the_table_stays_sure() -> None:
 def test_names_of_rows_need_no_neighbour() -> None:
     keys = rng.normal(size=(ROWS, 8))
     names = qkv.Database(keys, [f"row {i}" for i in range(ROWS)])
-    assert left_out_error.SETTING not in names._view.settings
+    assert "left_out_error" not in names._view.settings
     assert names.ask(keys[7] + 0.1).confidence > 0.9
 
 
@@ -95,11 +94,11 @@ def test_the_estimate_is_kept_and_follows_the_rows(tmp_path) -> None:
         after = D.ask([2.5])
         assert after.expected_error == before.expected_error is not None
         assert pickle.loads(pickle.dumps(after)).expected_error == after.expected_error
-        stored = D._view.settings[left_out_error.SETTING]
+        stored = D._view.settings["left_out_error"]
         memory_rows.forget_rows(D, keys[32:])
-        assert D._view.settings[left_out_error.SETTING]["left_out"] < stored["left_out"]
+        assert D._view.settings["left_out_error"]["left_out"] < stored["left_out"]
         D.encode("exact")
-        assert left_out_error.SETTING not in D._view.settings
+        assert "left_out_error" not in D._view.settings
 
 
 def test_a_number_column_has_an_estimate_of_its_own() -> None:

@@ -56,6 +56,7 @@ ARGUMENT_HINTS = {
     if step.split("=")[0] in DatabaseAttendOptions.__optional_keys__
 }
 ARGUMENT_HINTS["mask"] = "where=, a condition on the rows"
+ARGUMENT_HINTS |= dict.fromkeys(("filter", "filters"), "where=, a condition on the rows")
 """What to pass here for a keyword of `qkv.attend`, or of another library."""
 
 TOP_K_HINT = "top=k to list k rows, or weighting=weightings.TopK(k) to use only k rows"
@@ -112,7 +113,12 @@ def parse_queries(view: TableView, query: Any) -> tuple[Any, bool]:
         elif kind == "text" and not view.encoder.accepts_any_query:
             raise DtypeError(
                 f"query {i} must be text, like the keys, not {quote_cell(cell)} "
-                f"({type(cell).__name__})"
+                f"({type(cell).__name__}): "
+                + (
+                    f"pass {str(cell)!r}"
+                    if isinstance(cell, int | float)
+                    else "pass str, or reindex the rows by another key with by(key=…)"
+                )
             )
         elif kind == "number" and isinstance(cell, datetime.date | datetime.time):
             raise DtypeError(f"query {i} must be a number, not {quote_cell(cell)}")
@@ -138,9 +144,15 @@ def _parse_vectors(query: Any, kind: str) -> tuple[np.ndarray, bool]:
     except DtypeError:
         raise
     except (TypeError, ValueError, OverflowError):
+        widths = (
+            [len(x) for x in query if hasattr(x, "__len__")]
+            if isinstance(query, list | tuple)
+            else []
+        )
+        reason = f": they have {widths[0]} numbers and {widths[-1]}" if len({*widths}) > 1 else ""
         raise DtypeError(
-            "query must be a vector of numbers, like the keys, or a list of vectors, not "
-            f"{quote_cell(query)}"
+            "query must be a vector of numbers, like the keys, or a list of vectors of one length, "
+            f"not {quote_cell(query)}{reason}"
         ) from None
     if not array.ndim:
         expected = "a vector" if kind == "vector" else f"{kind}, like the keys, or their vector"
@@ -175,7 +187,10 @@ def _parse_moment(cell: Any, what: str) -> Any:
 
 
 def _date_message(cell: Any, what: str) -> str:
-    return f"{what} must be a date or ISO text, like the keys, not {quote_cell(cell)}"
+    return (
+        f"{what} must be a date or ISO text, like the keys, not {quote_cell(cell)}: write it as "
+        "2024-01-31, or 2024-01-31 12:00"
+    )
 
 
 def _parse_number(cell: Any, what: str) -> Any:
@@ -249,7 +264,12 @@ def check_database_keywords(
     function: str, keywords: Collection[str], accepted: Collection[str]
 ) -> None:
     """Raise `TypeError` for an unknown keyword. The message names the right keyword."""
-    hints = {**ARGUMENT_HINTS, "k": TOP_K_HINT} if "top" in accepted else ARGUMENT_HINTS
+    hints = ARGUMENT_HINTS
+    if "top" in accepted:
+        names = ("limit", "n", "n_neighbors", "n_results", "num_results", "size", "top_k", "topk")
+        hints = {**hints, "k": TOP_K_HINT} | {
+            name: f"top={name} to list this many rows" for name in names
+        }
     validate_keywords(function, keywords, accepted, elsewhere=hints)
 
 

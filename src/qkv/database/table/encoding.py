@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.database.errors import RowNotFoundError, StoreDamagedError
-from qkv.database.query.key_match import measure_one_edit
-from qkv.database.table import cells, columns, left_out_error, quantization
+from qkv.database.table import cells, columns, quantization
 from qkv.database.table.schema import ColumnData, Schema
-from qkv.database.table.view import TableView
+from qkv.database.table.view import MEASURED_SETTINGS, TableView
 from qkv.errors import ArgumentError, QkvError
 from qkv.frameworks import threads
 from qkv.frameworks.ragged import DenseAndSparse, Ragged, concat_ragged, entry_positions
@@ -26,10 +25,6 @@ KEYS_PER_BLOCK = 8192
 
 SPELLING_ENCODERS = ("text", "characters", "columns")
 """The kinds of encoders for which another spelling speaks against a key."""
-
-MEASURED_SETTINGS = (left_out_error.SETTING, "one_edit")
-"""What is measured on the rows and kept in the settings: the errors where a row is left out, and
-the shares of the keys that differ from another one by one letter or digit."""
 
 TensorBlocks = Iterator[tuple[np.ndarray, dict[str, Any]]]
 """Yields (row ids, tensors of these rows)."""
@@ -93,7 +88,10 @@ def measure_rows(
     ids: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Return the `MEASURED_SETTINGS` that the rows have; see `describe_left_out_error`."""
-    settings = left_out_error.describe_left_out_error(schema, encoder, keys, columns, view, ids)
+    from qkv.database.query.key_match import measure_one_edit
+    from qkv.database.table.left_out_error import describe_left_out_error
+
+    settings = describe_left_out_error(schema, encoder, keys, columns, view, ids)
     if schema.key_kind == "text" and encoder.kind in SPELLING_ENCODERS:
         settings["one_edit"] = measure_one_edit(keys)._asdict()
     return settings

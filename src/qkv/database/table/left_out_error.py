@@ -23,9 +23,6 @@ from qkv.scores import Cosine, Gaussian, Score
 if TYPE_CHECKING:
     from qkv.database.table.view import TableView
 
-SETTING = "left_out_error"
-"""The name of the estimate in the settings of a store."""
-
 ENCODER_KINDS = ("numbers", "arrays")
 """The kinds of encoders of numbers, dates and vectors. Only their keys have an estimate."""
 
@@ -172,7 +169,7 @@ def describe_left_out_error(
         values = [value for value in values if value is not None]
     score, takes_mean = encoder.default_score(count), _takes_mean(schema, keys, view)
     estimate = estimate_left_out_error(vectors[is_present], values, score, takes_mean)
-    return {} if estimate is None else {SETTING: estimate.to_settings()}
+    return {} if estimate is None else {"left_out_error": estimate.to_settings()}
 
 
 def _read_examples(

@@ -87,7 +87,7 @@ class Schema:
             kinds = sorted({cells.cell_kind(x) for x in columns[key[0]]})
             raise DtypeError(
                 f"the keys (column {key[0]!r}) are of several types, {', '.join(kinds)}, but the "
-                "keys of a database must have one type"
+                "keys of a database must have one type: convert them, for example with str"
             )
         kinds = [column_kind(columns[name]) for name in value]
         if len(value) == 1:
@@ -444,6 +444,8 @@ def as_pairs(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
             hint += "Database.from_source(path); for a database, qkv.open(path)"
         elif hasattr(keys, "columns"):
             hint = "for a data frame, use Database.from_frame(frame)"
+        elif hasattr(keys, "to_dict"):
+            hint = "for a Series, use Database(series.to_dict()), or Database(keys, series)"
         raise DtypeError(f"data must be a mapping or pairs (key, value); {hint}") from None
 
 

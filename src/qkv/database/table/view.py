@@ -27,7 +27,7 @@ from qkv.database.query.inputs import (
 )
 from qkv.database.storage import Snapshot, limits
 from qkv.database.storage.segments import Segment, count_random_reads
-from qkv.database.table import cells, columns, left_out_error, quantization
+from qkv.database.table import cells, columns, quantization
 from qkv.database.table.column_chunk import ColumnChunk, TextCache
 from qkv.database.table.row_selection import CandidateRows, RowSelection
 from qkv.database.table.schema import SETTINGS_LOST_MESSAGE, Schema
@@ -41,6 +41,7 @@ from qkv.util.formatting import quote_cell
 
 if TYPE_CHECKING:  # these modules are loaded when keys are encoded
     from qkv.database.encoders import Encoder
+    from qkv.database.table.left_out_error import LeftOutError
     from qkv.scores import Score, ScoreLike
 
 ROWS_PER_CHUNK = 8192
@@ -60,6 +61,10 @@ MAX_CACHED_SELECTIONS, MAX_SELECTION_BYTES = 64, 2**26
 
 MAX_CACHED_QUERIES = 64
 """The number of query texts whose vectors are cached."""
+
+MEASURED_SETTINGS = ("left_out_error", "one_edit")
+"""What is measured on the rows and kept in the settings: the errors where a row is left out, and
+the shares of the keys that differ from another one by one letter or digit."""
 
 TENSORS_BY_FIELD = {
     "key": ("code", "scale", "sparse"),
@@ -135,10 +140,12 @@ class TableView:
         return encoders.load(settings, arrays, candidate)
 
     @cached_property
-    def left_out_error(self) -> left_out_error.LeftOutError | None:
+    def left_out_error(self) -> LeftOutError | None:
         """How wrong answers are for keys that are left out; None without an estimate."""
-        stored = self.settings.get(left_out_error.SETTING)
-        return left_out_error.LeftOutError.from_settings(stored) if stored else None
+        from qkv.database.table.left_out_error import LeftOutError
+
+        stored = self.settings.get("left_out_error")
+        return LeftOutError.from_settings(stored) if stored else None
 
     def one_edit_share(self, kind: str) -> float:
         """Return the share of the keys that differ from another one by one "letter" or "digit".
@@ -233,7 +240,7 @@ class TableView:
     def inherit_encoder(self, old: TableView) -> None:
         """Use the encoder object of an older view if the settings are the same."""
         # "promise" is the calibration and "index" the index. None of these changes the vectors.
-        ignored = {"promise": 0, "index": 0, left_out_error.SETTING: 0, "one_edit": 0}
+        ignored = {"promise": 0, "index": 0} | dict.fromkeys(MEASURED_SETTINGS, 0)
         same = {**old.settings, **ignored} == {**self.settings, **ignored}
         if same and "encoder" in vars(old):
             vars(self)["encoder"] = old.encoder
