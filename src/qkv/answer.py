@@ -62,6 +62,13 @@ MISMATCH_FACTOR = 2.0
 The mismatch is that of the words of the query and the best key. The factor is chosen on names,
 titles, phrases and identifiers, half of them without a right row.
 """
+MAX_NUMBER_BONUS = 2.0
+"""If the best key has the numbers of the query, min(t ln(p₁ / p₂), this) is added to the logit.
+
+A number has no other spelling and no synonym: a key that has it is right more often than a key
+with the same words. How far the value is ahead of the next one still counts, because other keys may
+have the number too. The limit is chosen on changelogs, packages and products.
+"""
 MIN_OTHER_WORDS = 0.2
 """The mismatch from which a query has other words than the best key."""
 MAX_RELIABLE_LOGIT = 6.0
@@ -507,6 +514,8 @@ class Answer(Displayable):
         that is than the share of the next value. The estimate was fitted for text keys with the
         default score and weighting, among queries of which one row has the answer.
 
+        It is higher if the best key has the numbers of the query, such as a year.
+
         It is lower if the best key lacks words of the query and has others, because the table may
         lack the key. It is lower if the query is far from every number or date of the keys, or if
         the rows of the best key have different numbers, or if a short query and the best key have
@@ -533,7 +542,8 @@ class Answer(Displayable):
     def _confidence_logit(self) -> float:
         """The logit of the confidence, before a calibration or a hint changes it."""
         share, next_share = self._value_shares
-        logit = float(confidence_logit(share, next_share, self._top_weight))
+        same_numbers = self._backend.has_same_numbers(self.rows)
+        logit = float(confidence_logit(share, next_share, self._top_weight, same_numbers))
         # If many rows agree, the best key need not be the one that the query names.
         top_share = min(self._top_weight / max(share, MIN_SHARE), 1.0)
         mismatch = self._backend.measure_mismatch(self.rows) * top_share
@@ -753,11 +763,14 @@ class Answer(Displayable):
         )
 
 
-def confidence_logit(share: Any, next_share: Any, top_weight: Any) -> Any:
+def confidence_logit(
+    share: Any, next_share: Any, top_weight: Any, same_numbers: bool = False
+) -> Any:
     """Return the logit of the confidence, from shares of the weight.
 
     `share` and `next_share` are those of the two heaviest values, and `top_weight` is the total
-    weight of the rows that have the largest weight. They are numbers or arrays.
+    weight of the rows that have the largest weight. They are numbers or arrays. `same_numbers` says
+    that the best key has the numbers of the query.
 
     >>> round(float(confidence_logit(0.9, 0.05, 0.9)), 2)
     2.9
@@ -767,6 +780,8 @@ def confidence_logit(share: Any, next_share: Any, top_weight: Any) -> Any:
     # Many rows that agree a little are less convincing than one row that fits.
     margin = np.log(share / next_share) * np.minimum(top_weight / share, 1.0)
     logit = bias + share_factor * np.log(share / (1 - share)) + margin_factor * margin
+    if same_numbers:
+        logit = logit + np.minimum(margin, MAX_NUMBER_BONUS)
     return np.clip(logit, -MAX_RELIABLE_LOGIT, MAX_RELIABLE_LOGIT)
 
 

@@ -157,6 +157,10 @@ class AnswerBackend(ABC):
         """Return the expected error of a mean, or None; see `Answer.expected_error`."""
         return None
 
+    def has_same_numbers(self, rows: list[Row]) -> bool:
+        """Return whether the best key has every number of the query, and one of them is long."""
+        return False
+
     def measure_mismatch(self, rows: list[Row]) -> float:
         """Return from 0 to 1 how much the words of the query and the best key differ.
 

@@ -50,12 +50,14 @@ def test_idf_weighs_tokens(texts: int) -> None:
     for key in keys:
         for token in set(Words().tokens([key])[0].tolist()):
             counts[token] = counts.get(token, 0) + 1
+    length = np.linalg.norm(Words().table, axis=1).astype(float)
+    length = np.maximum(length / length[length > 0].mean(), 0.1)
     queries = ["the cat number 7 of the street", "a dog of the street"]
     vectors = encoder.encode([*keys, *queries])[len(keys) :]
     for query, vector in zip(queries, vectors, strict=True):
         ids = Words().tokens([query])[0]
         df = np.array([counts.get(token, 0) for token in ids.tolist()], float)
-        weight = np.sqrt(np.log(1 + (len(keys) - df + 0.5) / (df + 0.5)))
+        weight = np.log(1 + (len(keys) - df + 0.5) / (df + 0.5)) ** 0.65 / length[ids] ** 0.25
         expected = weight @ Words().table[ids].astype(float)
         np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=2e-3)
     np.testing.assert_allclose(encoder.encode(queries), vectors, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,41 @@ def test_a_row_with_another_number_is_never_sure() -> None:
     assert (D.ask("Rom 150").confidence or 0) > 0.9
     codes = qkv.Database({"Intel Corporation 82576NS": "a", "Broadcom MegaRAID SAS": "b"})
     assert (codes.ask("Intel Corporation 82r76NS").confidence or 0) > 0.9  # a typo in a code
+
+
+LIVES = {
+    "English poet and friend of Coleridge (1774-1843)": "Southey",
+    "United States satirical novelist and critic (1912-1989)": "McCarthy",
+    "French painter noted for his decorative scenes (1877-1953)": "Dufy",
+    "Italian novelist and poet (1785-1873)": "Manzoni",
+    "Belgian playwright and poet (1862-1949)": "Maeterlinck",
+}
+
+
+def test_a_key_with_the_number_of_the_query_is_surer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries = {"a poet who died in 1843": "Southey", "a painter, born 1877": "Dufy"}
+    memory = qkv.Database(LIVES)
+    answers = [memory.ask(query) for query in queries]
+    assert [a.value for a in answers] == [*queries.values()]
+    said = [a.confidence or 0 for a in answers]
+    with qkv.open(tmp_path / "lives.qkv", create=True) as store:
+        store.extend({"key": key, "value": value} for key, value in LIVES.items())
+        assert [store.ask(query).confidence for query in queries] == pytest.approx(said, abs=0.02)
+    assert [pickle.loads(pickle.dumps(a)).confidence for a in answers] == pytest.approx(said)
+    monkeypatch.setattr("qkv.answer.MAX_NUMBER_BONUS", 0.0)
+    before = [memory.ask(query).confidence or 0 for query in queries]
+    assert all(0 < a < b <= 0.99 for a, b in zip(before, said, strict=True))
+
+
+def test_a_shared_number_makes_no_other_key_sure() -> None:
+    """The table lacks the row, and several keys have the year."""
+    names = ["Ann Smithers", "Jörg Müller", "Maria da Silva", "Carla Okafor", "Dmitri Petrov"]
+    staff = qkv.Database({f"{name}, joined 1998": name for name in names})
+    for query in ("Yuki Takahashi, joined 1998", "Boris Lindqvist 1998", "1998"):
+        assert (staff.ask(query).confidence or 0) < 0.6, query
+    assert (staff.ask("Ann Smithers 1998").confidence or 0) > 0.9
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from qkv.database.query.number_hint import (
     MAX_TEXT,
     different_numbers_hint,
     find_numbers,
+    has_same_numbers,
     have_different_whole_numbers,
 )
 
@@ -69,3 +70,21 @@ def test_an_answer_says_that_its_key_has_another_number():
 )
 def test_numbers_with_a_unit_differ(query, key, differ):
     assert have_different_whole_numbers(query, key) == differ
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "same"),
+    [
+        ("novelist born 1912", "American novelist (1912-1989)", True),
+        ("1912 and 1989", "American novelist (1912-1989)", True),
+        ("1912 and 1990", "American novelist (1912-1989)", False),
+        ("gcc 12.2.0-14", "2022 gcc 12.2.0-14: new version", True),
+        ("vitamin 12", "vitamin 12", False),  # short numbers are frequent
+        ("Intel 82576NS", "Intel 82576NS", False),  # a number inside a code
+        ("novelist", "novelist (1912)", False),
+        (1912.0, 1912.0, False),
+        ("", "1912", False),
+    ],
+)
+def test_same_numbers(query: object, key: object, same: bool) -> None:
+    assert has_same_numbers(query, key) == same

@@ -57,7 +57,7 @@ MIN_FIT_KEYS = 64
 MIX_COEFFICIENTS = np.array(
     [
         [2.097, -1.386, -0.317, 0.180, -0.359, -0.248, -0.093, -0.381],
-        [1.557, -0.741, 0.446, -0.337, -0.027, -0.476, -0.383, 0.221],
+        [1.739, -0.741, 0.446, -0.337, -0.027, -0.476, -0.383, 0.221],
         [2.895, 0.692, 0.202, -0.856, -1.249, 0.356, 0.322, -0.319],
         [2.662, 0.326, 0.131, 0.072, 0.222, -0.140, 0.306, 0.076],
     ]
@@ -72,7 +72,7 @@ MIX_LENGTH_EXPONENTS = np.array([-0.047, -0.108, -0.123, 0.397])
 
 USUAL_LETTERS = math.exp(4)
 """The length of a key whose vectors `MIX_LENGTH_EXPONENTS` does not change."""
-MIX_SHARPNESS = 24.0
+MIX_SHARPNESS = 25.0
 """All weights are divided by this. The fit had 20, but vague queries should spread the weight."""
 
 ALL_WORDS_BONUS, ALL_WORDS_SHARE_FACTOR, MIN_GROUP_WORDS = 0.2, 4.0, 3

@@ -36,6 +36,13 @@ MAX_GROUPED_TOKENS, TEXTS_PER_GROUP = 64, 256
 Other texts are summed in groups: the first tokens of all texts, then the second tokens, and so on.
 A group fits the processor's cache.
 """
+IDF_EXPONENT, LENGTH_EXPONENT = 0.65, 0.25
+"""How much the idf of a token, and the length of its vector, change its weight.
+
+They are chosen on the tasks of `bench.retrieval`, with other seeds than those that it measures.
+"""
+MIN_TOKEN_LENGTH = 0.1
+"""The shortest length of a token's vector, relative to the mean, that its weight depends on."""
 MODEL_NAME = "l2_supercat_256"
 TOKENIZER_PATH = ("tokenizers", "l2_supercat_tokenizer_config.json")
 
@@ -54,8 +61,10 @@ class Words(Encoder):
     The vectors come from the installed package wordllama: nothing is downloaded. Case is ignored
     unless `lower` is False, because users seldom type capital letters.
 
-    With `idf`, `fit` multiplies the vector of a token by √ln(1 + (m − df + ½)/(df + ½)). Here df is
-    the number of the m keys that have the token. So frequent words such as "the" count less.
+    With `idf`, `fit` multiplies the vector e of a token by idf^0.65 (‖e‖ / mean)^(−1/4). Here idf
+    is ln(1 + (m − df + ½)/(df + ½)), and df is the number of the m keys that have the token. So
+    frequent words such as "the" count less, and so do the lengths of the vectors, which say how
+    rare a word is in other texts.
 
     >>> encoder = Words()
     >>> cat, kitten, tax = encoder.encode(["a cat", "a kitten", "income tax"])
@@ -92,7 +101,8 @@ class Words(Encoder):
             row = np.repeat(np.arange(len(block)), np.diff(offsets))
             count += count_rows_with(row, ids, size)
         idf = np.log1p((len(keys) - count + 0.5) / (count + 0.5))
-        return replace(self, token_weights=np.sqrt(idf).astype(np.float16))
+        weights = idf**IDF_EXPONENT / _token_lengths() ** LENGTH_EXPONENT
+        return replace(self, token_weights=weights.astype(np.float16))
 
     def tokens(self, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of all texts (t,), and the offset of each text (m + 1,).
@@ -271,3 +281,13 @@ def _load_table() -> np.ndarray:
     table = np.array(_map_table(), np.float32)
     table.flags.writeable = False
     return table
+
+
+@memoize("encoders.token_lengths")
+def _token_lengths() -> np.ndarray:
+    """Return the length of the vector of each token, relative to the mean of those above 0."""
+    lengths = np.linalg.norm(np.asarray(_map_table(), np.float32), axis=1)
+    lengths /= lengths[lengths > 0].mean()
+    lengths = np.maximum(lengths, MIN_TOKEN_LENGTH)
+    lengths.flags.writeable = False
+    return np.asarray(lengths)

@@ -40,6 +40,7 @@ from qkv.database.query.key_match import (
 from qkv.database.query.number_hint import (
     DIFFERENT_NUMBERS_FACTOR,
     different_numbers_hint,
+    has_same_numbers,
     have_different_whole_numbers,
 )
 from qkv.database.query.scan import RowScan, as_batch, identify_value
@@ -570,6 +571,9 @@ class LocalBackend(AnswerBackend):
     def compares_spelling(self) -> bool:
         """Whether keys are compared by their letters too, and not by meaning alone."""
         return self.executor.view.encoder.kind in SPELLING_ENCODERS
+
+    def has_same_numbers(self, rows: list[Row]) -> bool:
+        return bool(rows) and self.compares_spelling and has_same_numbers(self.query, rows[0].key)
 
     def measure_mismatch(self, rows: list[Row]) -> float:
         if not rows or not self.compares_spelling:

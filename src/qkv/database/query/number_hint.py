@@ -19,6 +19,9 @@ MEASURE = re.compile(r"(?<![\w.,])(\d{1,4}(?:[.,]\d+)?)\s?([^\W\d]{1,3}|%)(?!\w)
 """A number with its unit, such as 75W or 2.5 L."""
 GROUPED_NUMBER = re.compile(r"[-−+]?\d{1,3}(?:([., '’\u00a0\u202f])\d{3})(?:\1\d{3})*(?![.,]?\d)")
 """A number with separators of thousands, such as 3,645,000."""
+MIN_LONG_NUMBER = 3
+"""A number of so many characters identifies a key better than a word does."""
+
 DIFFERENT_NUMBERS_FACTOR = 0.5
 """The confidence is multiplied by this if `have_different_whole_numbers`."""
 
@@ -95,6 +98,24 @@ def _other_numbers(numbers: list[str], others: list[str]) -> list[str]:
     """Return the numbers that are not among the others, whatever their leading zeros."""
     known = {*map(_normalize_number, others)}
     return [x for x in numbers if _normalize_number(x) not in known]
+
+
+def has_same_numbers(query: Any, key: Any) -> bool:
+    """Return whether a text key has every whole number of the query, one of at least three digits.
+
+    Shorter numbers alone are frequent in texts.
+
+    >>> has_same_numbers("novelist born 1912", "American novelist (1912-1989)")
+    True
+    >>> has_same_numbers("room 150 or 151", "Room 150"), has_same_numbers("B 12", "Vitamin B 12")
+    (False, False)
+    """
+    if not (isinstance(query, str) and isinstance(key, str)):
+        return False
+    asked = set(WHOLE_NUMBER.findall(query))
+    if max(map(len, asked), default=0) < MIN_LONG_NUMBER:
+        return False
+    return asked <= set(WHOLE_NUMBER.findall(key))
 
 
 def have_different_whole_numbers(query: Any, key: Any) -> bool:
