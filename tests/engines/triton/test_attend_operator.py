@@ -157,7 +157,7 @@ def test_even_sizes_need_no_mask():
 def test_tiles_by_descriptors(mask, w, monkeypatch):
     """As on a device with a copy engine."""
     monkeypatch.setattr(launch, "has_tma", lambda device: True)
-    for name in ("pool", "to_keys", "to_queries"):
+    for name in ("pool", "split", "to_keys", "to_queries"):
         monkeypatch.setitem(tile_choice.TILE_OVERRIDES, name, SMALL._replace(uses_descriptors=True))
     wide = w > tile_choice.MAX_FORWARD_TILE_WIDTH
     shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}

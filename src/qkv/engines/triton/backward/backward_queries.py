@@ -253,6 +253,8 @@ def backward_queries_kernel(
         )
     dq, one, two, lean_keys, _ = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
+    if F.WINDOW and F.CENTRE == 0:  # all columns hold the same sums
+        one, two = one * (1 / SUMMING_COLUMNS), two * (1 / SUMMING_COLUMNS)
     lean = one
     if F.SINK:  # the sink has no value, so its ∂L/∂α is 0
         lean = sink_lean(rows, scales, F)
@@ -295,8 +297,6 @@ def backward_queries_kernel(
             two = two / tl.where(cap == 0, 1.0, cap)
             tl.store(two_out + line, two, mask=spot.inside)
         if not F.WIDE:
-            if F.WINDOW:
-                one = one * (1 / SUMMING_COLUMNS)
             dq = finish_product_gradient(dq, rows.held, one, scales, F)
             dq = dq * remaining_scale(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]

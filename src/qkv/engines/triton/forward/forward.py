@@ -54,6 +54,7 @@ from qkv.engines.triton.tile_functions.tiles import (
     LN2,
     LOG2E,
     NEG_INFINITY,
+    PARTIAL_SUM_COLUMNS,
     jit_kernel,
 )
 from qkv.util.caches import memoize
@@ -102,7 +103,7 @@ def pool_tiles(
             x, y = compute_product(rows, keys, far, here, F)
             if EXACT and F.BOUNDED:
                 square, sure = window_square(
-                    x, rows, keys, start, here, scales.square_scale, F, EXACT
+                    x, rows, keys, start, here, scales.square_scale, F, EXACT, EDGE=False
                 )
                 p = bounded_window_weights(square, low, scales.scale, F, EXACT)
                 if EXACT == 1:
@@ -143,14 +144,17 @@ def pool_tiles(
                         s = keep_top_k(s, j, rows.row_a, rows.row_b, tied)
                     if RULED or EXACT:
                         s = tl.where(live, s, NEG_INFINITY)
-                    if F.BOUNDED:
+                    if F.TOPPED:
+                        s = s * LOG2E
+                        base = tl.sum(rows.top, 1)
+                    elif F.BOUNDED:
                         base = tl.zeros((F.ROWS,), tl.float32) + scales.scale
                     elif F.WEIGHTING == "topk":  # compared in base e, like the thresholds
                         new = tl.maximum(top, tl.max(s, 1) * LOG2E)
                         s = s * LOG2E
                     else:
                         new = tl.maximum(top, tl.max(s, 1))
-                    if not F.BOUNDED:
+                    if not (F.BOUNDED or F.TOPPED):
                         base = tl.where(new == NEG_INFINITY, 0.0, new)
                     p = tiles.fast_exp2(s - base[:, None], F.FAST)
                 else:
@@ -158,7 +162,9 @@ def pool_tiles(
                         s, j, live, 0.0, 1.0, rows.row_a, rows.row_b, scales.alpha, F,
                         RULED or EXACT > 0,
                     )  # fmt: skip
-            if F.BOUNDED:
+            if F.TOPPED:
+                total += tiles.fold_columns(p)
+            elif F.BOUNDED:
                 total += tl.sum(p, 1)
             elif F.EXPONENTIAL:
                 fade = tl.exp2(top - base)
@@ -196,7 +202,7 @@ def empty_state(F, WIDTH: tl.constexpr):
     return (
         tl.zeros((F.ROWS, WIDTH), dtype=tl.float32),
         tl.full((F.ROWS,), NEG_INFINITY, dtype=tl.float32),
-        tl.zeros((F.ROWS,), dtype=tl.float32),
+        tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS) if F.TOPPED else (F.ROWS,), dtype=tl.float32),
         start_doubts(F.ROWS, F),
     )
 
@@ -246,6 +252,9 @@ def pool_kernel(
     acc, top, total, _ = state
     if F.BOUNDED:
         top = tl.zeros((F.ROWS,), tl.float32) + scales.scale
+    if F.TOPPED:
+        top = tl.sum(rows.top, 1)
+        total = tl.sum(total, 1)
     line = spot.line
     rows_n = rows_per_lane(z, F)
     lanes = tl.num_programs(0) // ((rows_n + F.ROWS - 1) // F.ROWS * z.splits)
@@ -413,7 +422,7 @@ def launch_pool(call: KernelCall, out: Tensor, lse: Tensor, kept: Tensor) -> Non
         for own, at, counts, at_columns, more in call.tile_loops(tile, splits):
             facts = (
                 call.pass_constexprs(own, wide, splits)
-                | {"PACKED": packed, "FOLD": call.folds_scale}
+                | {"PACKED": packed, "FOLD": call.folds_scale, "TOPPED": call.has_tops}
                 | more
             )
             if (

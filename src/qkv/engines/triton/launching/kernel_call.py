@@ -144,6 +144,7 @@ class KernelCall:
         if layout is not None and layout.dtype != torch.bool:
             layout = layout != 0
         self.layout = None if layout is None else layout.view(torch.uint8)
+        self.has_tops = self.weighting == "topk" and row_a is not None and row_a.dim() == 4
         self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
         self.support_lists, self.support_bits = cast(Any, arrays[12:14])
         self.inputs = Arrays(
@@ -308,6 +309,8 @@ class KernelCall:
             self.gate_key is not None or window or self.constexprs["HAS_MOD"],
             self.float_mask_bytes,
         )  # fmt: skip
+        if name == "pool" and self.has_tops and size == 2 and max(self.w, self.d) <= 64:
+            tile = tile_choice.TILE_OVERRIDES.get(name) or tile_choice.TOPPED_POOL_TILE
         if self._has_small_blocks(name, tile):
             # Tiles of the size of the blocks are full or empty.
             return Tile(64, 64, 64, 4, 3 if name == "pool" else 2)
@@ -505,7 +508,7 @@ def _base_constexprs(
         "FEW": None,
         # Where no weight is, no score has a gradient.
         "VANISHES": weighting not in ("normalized", "raw"),
-        **dict.fromkeys(("HAS_RULE", "HAS_MOD", "SHORT", "TILED", "SKIPS_PAIRS"), False),
+        **dict.fromkeys(("HAS_RULE", "HAS_MOD", "SHORT", "TILED", "SKIPS_PAIRS", "TOPPED"), False),
         **dict.fromkeys(("RULE", "MOD", "MOD_GRADIENT"), None),
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),

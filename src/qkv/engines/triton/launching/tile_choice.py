@@ -60,6 +60,9 @@ FLOAT_MASK_TILES = {
 widths up to 64."""
 WINDOW_POOL_TILE = Tile(64, 128, 64, 4, 2, uses_descriptors=True, registers=168)
 """The tile of the output of windows in 16 bits, for widths up to 64."""
+TOPPED_POOL_TILE = Tile(64, 64, 64, 4, 3, registers=128)
+"""The tile of the output of top-k in 16 bits, for widths up to 64, if the largest scores of its
+rows are known."""
 SHRUNK_TILES: dict[tuple[Any, ...], Tile] = create_table("triton.shrunk_tiles")
 """The smaller tile that replaces one which does not fit into the device's shared memory."""
 

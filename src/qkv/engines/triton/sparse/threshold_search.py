@@ -41,6 +41,7 @@ from qkv.engines.triton.tile_functions.score_tile import (
 )
 from qkv.engines.triton.tile_functions.tiles import (
     LAST_POSITION,
+    LOWEST_FLOAT32,
     NEG_INFINITY,
     PARTIAL_SUM_COLUMNS,
     apply_mask_array,
@@ -71,6 +72,14 @@ OPEN = tl.constexpr(2)
 """The state of a row whose peaks do not decide its threshold."""
 MAX_SCORES_PER_COLUMN = tl.constexpr(8)
 """With more of the k scores in a column than this, on average, one such pass is all there is."""
+SAMPLE_DIVISOR = tl.constexpr(4)
+"""A search for a large k first looks at one of so many tiles."""
+CUT_SPACING = tl.constexpr(0.16)
+"""The distance between the five cuts of `_estimate_cut`, as the logarithm of a ratio of ranks."""
+MARGIN_OF_RANK = tl.constexpr(11)
+"""How many of the k scores `_estimate_cut` leaves below its cut. Its error is about 4."""
+MAX_GUESSES = tl.constexpr(3)
+"""How often a cut below the k-th score is raised."""
 MAX_CERTAIN_RANK = tl.constexpr(14)
 """Up to this rank, the three largest scores of each column nearly always hold all larger ones."""
 MAX_RANK_STEPS = tl.constexpr(40)
@@ -481,6 +490,12 @@ def _count_fitting_columns(equal, max_ties):
 
 
 @triton.jit
+def _exclude_lowest(x):
+    """Return −∞ where x is about LOWEST_FLOAT32."""
+    return tl.where(x < LOWEST_FLOAT32 / 2, NEG_INFINITY, x)
+
+
+@triton.jit
 def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
     """Return the three largest scores of every column, the largest other score of each row (or a
     bound of it), and the number of scores of each row.
@@ -500,8 +515,12 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
         s = _tile_scores(t, rows, keys, edges, scales, z, F)
         if cut is not None:
             high = tl.broadcast_to(cut[:, None], s.shape)
-            count += fold_columns(exceeds(s, high, F.FAST))
-            s = tl.where(s > high, NEG_INFINITY, s)
+            more = exceeds(s, high, F.FAST)
+            count += fold_columns(more)
+            if F.FAST:  # one instruction, where a choice takes two that are half as fast
+                s = s + more * LOWEST_FLOAT32
+            else:
+                s = tl.where(s > high, NEG_INFINITY, s)
         elif COUNTED:
             count += fold_columns(tl.where(s > NEG_INFINITY, 1.0, 0.0))
         less = tl.minimum(first, s)
@@ -514,6 +533,9 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
     total = tl.sum(count, 1).to(tl.int32)
     if cut is None and not COUNTED:
         total += keys.end
+    if cut is not None and F.FAST:
+        first, second = _exclude_lowest(first), _exclude_lowest(second)
+        third, hidden = _exclude_lowest(third), _exclude_lowest(hidden)
     if F.HIDES:
         others = tl.max(hidden, 1)
     else:  # no other score is larger than the least peak of its column
@@ -587,6 +609,114 @@ def _choose_rank(wanted, COLS: tl.constexpr):
     return tl.where(wanted <= MAX_CERTAIN_RANK, wanted, tl.maximum(less, 1))
 
 
+COUNT_PTX = tl.constexpr("""
+{{
+    .reg .b32 many, less, more;
+    mov.b32 many, 0x6C006C00;
+    mov.b32 less, {0};
+    fma.rn.sat.f16x2 more, $1, many, less;
+    add.rn.f16x2 $0, $2, more;
+}}
+""")
+COUNT_A_PTX = tl.constexpr(COUNT_PTX.value.format("0x651F651F"))
+COUNT_B_PTX = tl.constexpr(COUNT_PTX.value.format("0x611F611F"))
+COUNT_C_PTX = tl.constexpr(COUNT_PTX.value.format("0x00000000"))
+COUNT_D_PTX = tl.constexpr(COUNT_PTX.value.format("0xE11FE11F"))
+COUNT_E_PTX = tl.constexpr(COUNT_PTX.value.format("0xE51FE51F"))
+
+
+@triton.jit
+def _add_counts(counts, y, CUT: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr):
+    """Return counts + 1 where y > CUT, in float16.
+
+    FAST computes two at a time, as (y − CUT) · 4096 limited to 0 … 1.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            PTX, "=r,r,r", [y, counts], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return counts + tl.where(y > CUT, 1.0, 0.0).to(tl.float16)
+
+
+@triton.jit
+def _sum_counts(counts):
+    return tl.sum(fold_columns(counts.to(tl.float32)), 1)
+
+
+@triton.jit
+def _interpolate(cut, count, lower_cut, lower_count, wanted):
+    """Return the cut above which there are `wanted` scores, on a line in the count's logarithm."""
+    fall = tl.maximum(lower_count - count, 1e-3)
+    return lower_cut + tl.minimum((lower_count - wanted) / fall, 4.0) * (cut - lower_cut)
+
+
+@triton.jit
+def _estimate_cut(rows, keys, edges, scales, z, top_k, F):
+    """Return a cut above which there are a few less than k scores; the largest score of each
+    column; how much to raise the cut if they are more; and the number of scores of each row.
+
+    The k-th score is first estimated from a sample. Then all scores are counted above five cuts
+    around it, in float16. So the result is no more than a good guess.
+    """
+    EXCLUDES: tl.constexpr = F.STORED or F.PAIRS or F.HAS_RULE or F.HAS_MOD or F.BIAS or F.LAYOUT
+    COUNTED: tl.constexpr = EXCLUDES or F.LOWER or F.UPPER or F.TILED or F.SPANS
+    first = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    second = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    third = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    for t in tl.range(edges[0], edges[3], SAMPLE_DIVISOR):
+        s = _tile_scores(t, rows, keys, edges, scales, z, F)
+        less = tl.minimum(first, s)
+        first = tl.maximum(first, s)
+        least = tl.minimum(second, less)
+        second = tl.maximum(second, less)
+        third = tl.maximum(third, least)
+    tiles = edges[3] - edges[0]
+    share = ((tiles + SAMPLE_DIVISOR - 1) // SAMPLE_DIVISOR).to(tl.float32) / tl.maximum(tiles, 1)
+    rank = tl.zeros((F.ROWS,), tl.int32) + tl.maximum((top_k * share + 0.5).to(tl.int32), 2)
+    middle, _, _ = _split_peaks(first, second, third, rank, rank < 0, F.FAST)
+    middle = tl.where(middle < float("inf"), middle, 0.0)
+    # Ranks fall e-fold about every `unit`; 1.3 is the factor of a normal distribution.
+    unit = (tl.max(first, 1) - middle) * (1.3 / tl.log(rank.to(tl.float32)))
+    unit = tl.maximum(unit, tl.abs(middle) * 1e-6 + 1e-20)
+    unit = tl.where(unit < float("inf"), unit, 1.0)
+    factor = (1.0 / unit)[:, None]
+    offset = (middle / unit)[:, None]
+    counts_a = tl.zeros((F.ROWS, F.COLS), tl.float16)
+    counts_b = tl.zeros((F.ROWS, F.COLS), tl.float16)
+    counts_c = tl.zeros((F.ROWS, F.COLS), tl.float16)
+    counts_d = tl.zeros((F.ROWS, F.COLS), tl.float16)
+    counts_e = tl.zeros((F.ROWS, F.COLS), tl.float16)
+    first = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    count = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
+    for t in tl.range(edges[0], edges[3]):
+        s = _tile_scores(t, rows, keys, edges, scales, z, F)
+        if COUNTED:
+            count += fold_columns(tl.where(s > NEG_INFINITY, 1.0, 0.0))
+        first = tl.maximum(first, s, propagate_nan=tl.PropagateNan.ALL)
+        y = (s * factor - offset).to(tl.float16)
+        # The bits of 4096 times the negative cut, twice.
+        counts_a = _add_counts(counts_a, y, -2 * CUT_SPACING, COUNT_A_PTX, F.FAST)
+        counts_b = _add_counts(counts_b, y, -CUT_SPACING, COUNT_B_PTX, F.FAST)
+        counts_c = _add_counts(counts_c, y, 0.0, COUNT_C_PTX, F.FAST)
+        counts_d = _add_counts(counts_d, y, CUT_SPACING, COUNT_D_PTX, F.FAST)
+        counts_e = _add_counts(counts_e, y, 2 * CUT_SPACING, COUNT_E_PTX, F.FAST)
+    total = tl.sum(count, 1).to(tl.int32)
+    if not COUNTED:
+        total += keys.end
+    a = tl.log(tl.maximum(_sum_counts(counts_a), 0.5))
+    b = tl.log(tl.maximum(_sum_counts(counts_b), 0.5))
+    c = tl.log(tl.maximum(_sum_counts(counts_c), 0.5))
+    d = tl.log(tl.maximum(_sum_counts(counts_d), 0.5))
+    e = tl.log(tl.maximum(_sum_counts(counts_e), 0.5))
+    wanted = tl.log(top_k * 1.0 - MARGIN_OF_RANK)
+    at = _interpolate(-CUT_SPACING, b, -2 * CUT_SPACING, a, wanted)
+    at = tl.where(b > wanted, _interpolate(0.0, c, -CUT_SPACING, b, wanted), at)
+    at = tl.where(c > wanted, _interpolate(CUT_SPACING, d, 0.0, c, wanted), at)
+    at = tl.where(d > wanted, _interpolate(2 * CUT_SPACING, e, CUT_SPACING, d, wanted), at)
+    return middle + at * unit, first, unit * (3.0 * MARGIN_OF_RANK) / top_k, total
+
+
 @triton.jit
 def _half_way(least, below):
     """Return a number in (below, least], half way if that is possible.
@@ -629,14 +759,22 @@ def topk_kernel(
     scales = _scale_scores(scales, F)
     none = tl.zeros((F.ROWS,), tl.int32)
     last_tile = edges[3]
-    first, second, third, hidden, total = _find_column_peaks(
-        None, rows, keys, edges, last_tile, scales, z, F
-    )
+    if F.SAMPLED:
+        guess, first, raise_by, total = _estimate_cut(rows, keys, edges, scales, z, top_k, F)
+        second = first
+        third = first
+        hidden = tl.max(first, 1)
+        guesses = none + MAX_GUESSES
+    else:
+        first, second, third, hidden, total = _find_column_peaks(
+            None, rows, keys, edges, last_tile, scales, z, F
+        )
     bad = _has_nan_or_inf(first)
     few = (total <= top_k) & (bad == 0)
     found = tl.where(bad, float("nan"), NEG_INFINITY)
     state = (bad | few).to(tl.int32)
-    top = tl.where(state > 0, 0.0, tl.max(first, 1))
+    highest = tl.where(bad, float("nan"), tl.max(first, 1))
+    top = tl.where(state > 0, 0.0, highest)
     cut = top
     foot = tl.full((F.ROWS,), NEG_INFINITY, tl.float32)
     count_high = none
@@ -647,14 +785,15 @@ def topk_kernel(
         if F.HIDES:
             known = _count_peaks(first, second, third, hidden, F.FAST)
             rank = tl.where(known < wanted, tl.maximum(rank, known), wanted)
-        least, after, split = _split_peaks(first, second, third, rank, state > 0, F.FAST)
+        idle = state > 0
+        if F.SAMPLED:  # a row that guesses has no peaks yet
+            idle = idle | (guesses > 0)
+        least, after, split = _split_peaks(first, second, third, rank, idle, F.FAST)
         below = tl.maximum(after, hidden) if F.HIDES else after  # the next lower score
         half = _half_way(least, below)  # or `least`, if the two are neighbouring floats
         sure = (split == DIFFERENT) & (rank == wanted) & (hidden < least)
-        found = tl.where(sure, half, found)
         # If the k-th score has ties, a cut at that score confirms it.
         tied = (split == EQUAL) & (rank == wanted) & (least == cut)
-        foot = tl.where(tied, least, foot)
         lower = tl.where(half < least, half, after)
         if F.HIDES:
             upper = hidden
@@ -662,6 +801,13 @@ def topk_kernel(
             base = tl.where(split == 0, 0.0, least)  # infinite in a row without peaks
             upper = base + SHARE_OF_PEAKS * (tl.max(first, 1) - base)
         cut = tl.where(split == EQUAL, least, tl.where(rank == wanted, upper, lower))
+        if F.SAMPLED:
+            sure = sure & (guesses == 0)
+            tied = tied & (guesses == 0)
+            split = tl.where(guesses == 0, split, DIFFERENT)
+            cut = tl.where(guesses == 0, cut, guess)
+        found = tl.where(sure, half, found)
+        foot = tl.where(tied, least, foot)
         next_state = tl.where(sure, DECIDED, tl.where(tied | (split == 0), OPEN, 0))
         state = tl.where(state > 0, state, next_state)
         left = tl.where(tl.max((state == 0).to(tl.int32), 0) > 0, left - 1, 0)
@@ -675,7 +821,14 @@ def topk_kernel(
         found = tl.where(hit, _ordered_int_to_float(_float_to_ordered_int(cut + 0.0) + 1), found)
         top = tl.where(seen & (above < top_k), cut, top)
         count_high = tl.where(seen & (above < top_k), above, count_high)
-        state = tl.where(hit, DECIDED, tl.where(seen & (above > top_k), OPEN, state))
+        over = seen & (above > top_k)
+        if F.SAMPLED:
+            again = over & (guesses > 1)
+            over = over & (again == 0)
+            guess = cut + raise_by
+            raise_by *= 4.0
+            guesses = tl.where(again, guesses - 1, 0)
+        state = tl.where(hit, DECIDED, tl.where(over, OPEN, state))
 
     # From here, a loop for which no row is left has no tiles.
     idle = state == DECIDED
@@ -757,5 +910,7 @@ def topk_kernel(
     least = tl.where(tied, foot, _half_way(least, below))
     threshold = tl.where(idle, threshold, least)
     last = tl.where(tied, end, last)
+    lines = tl.num_programs(0) // ((z.n + F.ROWS - 1) // F.ROWS) * tl.cast(z.n, tl.int64)
     tl.store(out + spot.line, threshold, mask=spot.inside)
+    tl.store(out + lines + spot.line, highest, mask=spot.inside)
     tl.store(position + spot.line, last, mask=spot.inside)

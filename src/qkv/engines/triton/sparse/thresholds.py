@@ -33,6 +33,9 @@ MAX_STORED_BYTES = 2**28
 """The most bytes of scores that a search writes and reads, instead of computing them again."""
 MAX_HIDING_RANK = 128
 """The largest k for which a search keeps the largest score that is no peak."""
+MIN_KEYS_PER_CHOSEN = 8
+"""The fewest keys per k for which the top-k search guesses from a sample: the three largest of
+every fourth scores of a column hold that share."""
 MIN_STORED_KEYS = 512
 """The fewest keys for which writing the scores is worth its launch."""
 MAX_STORED_COLUMNS = 4096
@@ -66,6 +69,15 @@ def _keeps_hidden(kernel: Any, numbers: Numbers) -> bool:
     return kernel is topk_kernel and numbers.alpha <= MAX_HIDING_RANK
 
 
+def _samples(kernel: Any, numbers: Numbers, m: int) -> bool:
+    """Return whether a search guesses the k-th score from a sample (`F.SAMPLED`).
+
+    That takes two passes for a large k among many keys.
+    """
+    k = numbers.alpha
+    return kernel is topk_kernel and k > MAX_HIDING_RANK and k * MIN_KEYS_PER_CHOSEN <= m
+
+
 def _launch_search(
     kernel: Any, given: Arrays, numbers: Numbers, outs: tuple[Tensor | None, ...], *whole: int,
     phase: int = 0,
@@ -79,7 +91,8 @@ def _launch_search(
     listed = phase if phase == 2 else 0
     call.constexprs = call.constexprs | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
     call.constexprs |= {"SPLIT": False, "PACKED": False, "STORED": False}
-    call.constexprs |= {"HIDES": _keeps_hidden(kernel, numbers)}
+    sampled = _samples(kernel, numbers, call.m)
+    call.constexprs |= {"HIDES": sampled or _keeps_hidden(kernel, numbers), "SAMPLED": sampled}
     # Without a descriptor, each thread would read the mask number by number.
     laid = not listed and call.can_use_descriptors and is_tma_readable(call.pairs)
 
@@ -171,6 +184,7 @@ def _search_stored(
         "WIDE": True,
         "STORED": True,
         "HIDES": _keeps_hidden(kernel, numbers),
+        "SAMPLED": False,
         "BLOCK_W": 16,
         **dict.fromkeys(("PHASE", "LISTED", "MANY"), 0),
         **dict.fromkeys(("SPLIT", "PACKED", "TMA", "LAID", "EDGES"), False),
@@ -189,11 +203,11 @@ def _search_stored(
 
 
 def _allocate_outputs(
-    query: Tensor, key: Tensor, weighting: str, listed: bool
+    query: Tensor, key: Tensor, weighting: str, listed: bool, has_tops: bool
 ) -> tuple[Tensor, ...]:
     """Return empty results of `find_thresholds`, and the bits from which lists are built."""
     rows, none = query.shape[:3], query.new_empty((0,), dtype=torch.int32)
-    row_a = workspace.allocate_buffer(query, rows)
+    row_a = workspace.allocate_buffer(query, (2, *rows) if has_tops else rows)
     row_b = none if weighting == "entmax" else workspace.allocate_buffer(query, rows, torch.int32)
     if not listed:
         return row_a, row_b, none.clone(), none.clone(), none
@@ -206,7 +220,8 @@ def _allocate_outputs(
 
 def _fake_thresholds(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     numbers = Numbers(*rest[ARRAY_COUNT - 2 : -1])
-    return _allocate_outputs(query, key, numbers.weighting, rest[-1])[:4]
+    has_tops = numbers.weighting == "topk" and not numbers.is_hard
+    return _allocate_outputs(query, key, numbers.weighting, rest[-1], has_tops)[:4]
 
 
 @register_operator(
@@ -228,10 +243,11 @@ def find_thresholds(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *Top-k*, alpha = k: the k largest scores of a row are those with s > row_a, or s = row_a at a
     key up to the position row_b (int32). If the k-th score has ties that do not count, row_a is
     that score; otherwise it is between the k-th score and the next. A row with at most k scores
-    above −∞ has row_a = −∞ and row_b = 2³¹ − 1. A row with NaN or +∞ has row_a = NaN.
+    above −∞ has row_a = −∞ and row_b = 2³¹ − 1. A row with NaN or +∞ has row_a = NaN. row_a is
+    (2, B, H, n): the second half holds the largest score of each row, −∞ if it has none.
 
-    *Hard*, top-k with k = 1: row_a is the largest score and row_b its first key. A row that is
-    empty or has NaN or +∞ has row_b = 2³¹ − 1.
+    *Hard*, top-k with k = 1: row_a (B, H, n) is the largest score and row_b its first key. A row
+    that is empty or has NaN or +∞ has row_b = 2³¹ − 1.
     """
     arrays, numbers = Arrays(*round_query(given[:ARRAY_COUNT])), Numbers(*given[ARRAY_COUNT:-1])
     kernel: Any = entmax_kernel
@@ -253,7 +269,9 @@ def _search(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `find_thresholds` from this kernel, which takes the integers `more`."""
     query, key = arrays[:2]
-    row_a, row_b, lists, across, marks = _allocate_outputs(query, key, numbers.weighting, listed)
+    row_a, row_b, lists, across, marks = _allocate_outputs(
+        query, key, numbers.weighting, listed, kernel is topk_kernel
+    )
     entmax = numbers.weighting == "entmax"
     if not (row_a.numel() and key.shape[2]):
         return (

@@ -15,13 +15,13 @@ import triton.language as tl
 
 from qkv.engines.triton.tile_functions.tanh import padded_rows
 from qkv.engines.triton.tile_functions.tiles import (
-    INFINITY,
     PARTIAL_SUM_COLUMNS,
     compare_to_halves,
     exceeds,
     fast_exp2,
     fold_columns,
     is_apart,
+    limited_product,
 )
 
 SUMMING_COLUMNS = tl.constexpr(16)
@@ -146,27 +146,42 @@ def _sum_squared_differences(own, others, start, here, F):
 
 
 @triton.jit
-def _slack_and_floor(square, F):
-    """Return what a row adds to the bound of the rounding error of r², and to the least r².
+def _is_sure(square, total, F, EDGE: tl.constexpr):
+    """Return 1.0 where r² from the expanded square is precise enough for the score, else 0.0.
 
-    `square` is the row's ‖x‖² / width². Both depend on the row alone. The bounds of a pair are sums
-    of two rows, so every pass finds the same ones.
+    `total` is (‖q‖² + ‖k‖²) / width², to which the rounding error of r² is proportional. It depends
+    on the pair alone. So every pass with the same EDGE finds the same pairs. Without EDGE, the edge
+    at r = 1 does not matter: there, triangular and Epanechnikov scores are 0 to within the error.
     """
     # A sum of at most 256 products is that precise; the squares are sums of at most as many.
     UNIT: tl.constexpr = (2.0**-21 if F.APART else 2.0**-22) * (1 if F.W <= 256 else 4)
     TOLERANCE: tl.constexpr = 2.0**-16 if F.APART else 2.0**-10  # of a score
-    slack = square * UNIT
-    floor = slack
-    if F.FORM == "epanechnikov":
-        slack = tl.where(slack <= TOLERANCE / 2, slack, INFINITY)
+    if EDGE or F.FORM == "boxcar":
+        sure = is_apart(square - 1.0, total * UNIT, F.FAST)
+        if F.FORM == "epanechnikov":
+            sure = sure * exceeds(TOLERANCE / UNIT, total, F.FAST)
+    elif F.FORM == "epanechnikov":
+        total += square * 0.0  # so that the compiler computes it where the products are
+        sure = exceeds(TOLERANCE / UNIT, total, F.FAST)
     if F.FORM == "triangular":
-        # √ of r² has an error of slack / 2r. At r² < slack it has no correct digit.
-        floor = tl.maximum(slack * slack * (0.5 / (TOLERANCE * TOLERANCE)), 4.0 * slack)
-    return slack, floor
+        # √ of r² has an error of UNIT · total / 2r. At r² < UNIT · total it has no correct digit.
+        if F.APART:
+            SLOPE: tl.constexpr = 0.5 * UNIT / TOLERANCE
+            floor = tl.maximum((total * total) * (SLOPE * SLOPE), total * (4.0 * UNIT))
+        else:  # at least that, up to a total for which all scores are 0 where r² is above
+            floor = total * 2.0**-13
+        known = exceeds(square, floor, F.FAST)
+        if EDGE:
+            sure = sure * known
+        else:
+            sure = known
+    return sure
 
 
 @triton.jit
-def window_square(x, own, others, start, here, scale, F, EXACT: tl.constexpr):
+def window_square(
+    x, own, others, start, here, scale, F, EXACT: tl.constexpr, EDGE: tl.constexpr = True
+):
     """Return r² of a tile from φ·ψ, and 1.0 where that is precise enough for the score, else 0.0.
 
     NaN is not: ∞ − ∞ in the expanded square may be a distance of ∞. Where it is not, r² is
@@ -176,21 +191,16 @@ def window_square(x, own, others, start, here, scale, F, EXACT: tl.constexpr):
     - with EXACT = 1 those that are sure;
     - with EXACT = 2 the others.
 
-    Whether a pair is precise enough does not depend on its tile. So every pass finds the same
-    score.
+    EDGE is that of `_is_sure`.
     """
     a = own.terms * scale
     if F.LINED:
         b = others.squares.load([start])
     else:
         b = tl.load(others.terms + start + here)
-    b = (b * scale)[None, :]
-    square = x * (-2.0 * scale) + (a + b)
-    slack_a, floor_a = _slack_and_floor(a, F)
-    slack_b, floor_b = _slack_and_floor(b, F)
-    sure = is_apart(square - 1.0, slack_a + slack_b, F.FAST)
-    if F.FORM == "triangular":
-        sure = sure * exceeds(square, tl.broadcast_to(floor_a + floor_b, square.shape), F.FAST)
+    total = a + (b * scale)[None, :]
+    square = x * (-2.0 * scale) + total
+    sure = _is_sure(square, total, F, EDGE)
     if EXACT != 1:  # noqa: SIM102
         if tl.min(tl.min(sure, 1), 0) == 0.0:
             exact = _sum_squared_differences(own, others, start, here, F) * scale
@@ -279,19 +289,19 @@ def bounded_window_weights(square, low, scale, F, EXACT: tl.constexpr):
     With EXACT = 1, pairs that are not sure may have any weight up to 1.
     """
     if F.FORM == "boxcar":
-        p = tl.where(square <= 1.0, 1.0, low)
-        if EXACT != 1:
-            p = tl.where(square != square, square, p)
-        return p
-    r = square
-    if F.FORM == "triangular":
         if EXACT == 1:
-            r = square * _inverse_root(tl.maximum(square, 1e-30), F.FAST)
-        else:
-            r = tl.sqrt(square)
+            return exceeds(1.0, square, F.FAST) * (1.0 - low) + low
+        p = tl.where(square <= 1.0, 1.0, low)
+        return tl.where(square != square, square, p)
     if EXACT == 1:
-        r = tl.minimum(r, 1.0)
+        root = tl.full(square.shape, 1.0, tl.float32)
+        if F.FORM == "triangular":
+            root = _inverse_root(square, F.FAST)
+        r = limited_product(square, root, F.FAST)
     else:
+        r = square
+        if F.FORM == "triangular":
+            r = tl.sqrt(square)
         r = tl.minimum(r, 1.0, propagate_nan=tl.PropagateNan.ALL)
     return fast_exp2(r * -scale, F.FAST)
 
@@ -303,23 +313,25 @@ def _window_profile(square, F, EXACT: tl.constexpr):
     With EXACT = 1, pairs that are not sure may have any finite score and derivative.
     """
     if F.FORM == "boxcar":
-        s = tl.where(square <= 1.0, 1.0, 0.0)
-        if EXACT != 1:
+        if EXACT == 1:
+            s = exceeds(1.0, square, F.FAST)
+        else:
+            s = tl.where(square <= 1.0, 1.0, 0.0)
             s = tl.where(square != square, square, s)
         slope = s * 0.0
     elif F.FORM == "triangular":
         if EXACT == 1:
             root = _inverse_root(tl.maximum(square, 1e-30), F.FAST)
-            s = tl.maximum(1.0 - square * root, 0.0)
-            slope = tl.where(square < 1.0, -0.5 * root, 0.0)
+            s = 1.0 - limited_product(square, root, F.FAST)
+            slope = exceeds(s, 0.0, F.FAST) * (-0.5 * root)
         else:
             inside = ((square > 0.0) & (square < 1.0)) | (square != square)
             r = tl.sqrt(tl.where(inside, square, 1.0))
             s = tl.where(square == 0.0, 1.0, 1.0 - r)
             slope = tl.where(inside, -0.5 / r, 0.0)
     elif EXACT == 1:
-        s = tl.maximum(1.0 - square, 0.0)
-        slope = tl.where(square < 1.0, -1.0, 0.0)
+        s = 1.0 - limited_product(square, 1.0, F.FAST)
+        slope = -exceeds(s, 0.0, F.FAST)
     else:
         s = 1.0 - square
         on = (s <= 0.0) == 0  # or NaN

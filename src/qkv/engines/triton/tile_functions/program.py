@@ -102,6 +102,19 @@ def load_row_inputs(given, line, F):
 
 
 @triton.jit
+def load_top(given, line, i, z, F):
+    """Return the largest score of rows in base 2, which the search of top-k wrote; 0 if none."""
+    top = i
+    if F.TOPPED:
+        count = (rows_per_lane(z, F) + F.ROWS - 1) // F.ROWS
+        lanes = tl.num_programs(0) // (count * z.splits)
+        lines = tl.cast(lanes, tl.int64) * rows_per_lane(z, F)
+        top = tl.load(given.row_a + lines + line)[:, None]
+        top = tl.where(top == tiles.NEG_INFINITY, 0.0, top * tiles.LOG2E)
+    return top
+
+
+@triton.jit
 def load_query_tile(given, steps, tile, lane, z, F):
     """Return a tile of a lane's rows, and its position.
 
@@ -195,7 +208,7 @@ def load_query_tile(given, steps, tile, lane, z, F):
     rows = QueryTile(
         query, offset, q, i, a[:, None], cap[:, None], row_a[:, None], row_b[:, None], pairs, at,
         drawn, tiles.load_width(given.width, F), b, h,
-        CapturedPointers(floats, integers), terms, near,
+        CapturedPointers(floats, integers), terms, near, load_top(given, line, i, z, F),
     )  # fmt: skip
     return rows, TilePosition(batch, own, shared, line, pos, inside, first, last)
 

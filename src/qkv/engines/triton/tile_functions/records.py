@@ -134,14 +134,14 @@ RowScales = namedtuple("RowScales", "key value")
 
 QueryTile = namedtuple(
     "QueryTile",
-    "base offset held i a cap row_a row_b pairs at drawn width b h captured terms near",
+    "base offset held i a cap row_a row_b pairs at drawn width b h captured terms near top",
 )
 """A tile of queries.
 
 - base, offset: pointer (or descriptor) of the rows and the offset of each.
 - held: φ(q) (ROWS, w), or a `tanh.UnitTile`. width: columns of φ.
 - (ROWS, 1) each: i position, a gate half, cap, row_a and row_b thresholds, at offset in `pairs`,
-  drawn dropout hash.
+  drawn dropout hash; with F.TOPPED the largest score in base 2 (top), which is 0 in an empty row.
 - b, h, captured: batch, head and `CapturedPointers`, for pair functions.
 - terms: of a window ‖φ‖² (ROWS, 1). For Laplace and exact match the pointer to the columns of the
   lane, and `near` is where those of each row begin (`distance.locate_columns`).

@@ -219,8 +219,9 @@ def tile_weights(s, j, live, top, share, row_a, row_b, alpha, F, MASKED: tl.cons
             s = tl.where(is_in_top_k(s, j, row_a, row_b), s * LOG2E, NEG_INFINITY)
         if MASKED:
             s = tl.where(live, s, NEG_INFINITY)
-        # By rounding, a score may exceed the top that another tile shape computed.
-        below = tl.minimum(s - top, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        below = s - top
+        if not F.BOUNDED:  # by rounding, a score may exceed the top of another tile shape
+            below = tl.minimum(below, 0.0, propagate_nan=tl.PropagateNan.ALL)
         p = fast_exp2(below, F.FAST)
         if F.APART:
             p = p * share

@@ -377,6 +377,18 @@ def is_apart(x, slack, FAST: tl.constexpr):
 
 
 @triton.jit
+def limited_product(x, y, FAST: tl.constexpr):
+    """Return x · y limited to 0 … 1; 0 for NaN."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "mul.ftz.sat.f32 $0, $1, $2;", "=f,f,f", [x, y],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.minimum(tl.maximum(x * y, 0.0), 1.0)
+
+
+@triton.jit
 def compare_to_halves(x):
     """Return 1 for x > 0, ½ for 0, and 0 for x < 0 or NaN, in one instruction of NVIDIA GPUs.
 
