@@ -214,9 +214,11 @@ def attend(
     if signature is None and engine in (None, "triton"):
         evaluated = user_code.evaluate_functions(call)
         if evaluated is not None:
-            formula = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
+            formula = {"score": evaluated.score, "weighting": weighting, "mask": evaluated.rule}
             formula |= {"dropout_p": dropout_p, "seed": seed, "tolerance": tolerance}
             returned = {"return_lse": return_lse, "return_weights": return_weights}
+            if evaluated.rows is not None:
+                query, key = evaluated.rows
             return attend(query, key, value, **formula, **returned, engine=engine)
         if spans := user_code.split_queries(call):
             options = {"score": score, "weighting": weighting, "tolerance": tolerance}
@@ -267,8 +269,11 @@ def weights(
     if signature is None:
         evaluated = user_code.evaluate_functions(call)
         if evaluated is not None:
-            options: Any = {"score": evaluated[0], "weighting": weighting, "mask": evaluated[1]}
-            return weights(query, key, **options, dropout_p=dropout_p, seed=seed)
+            options: Any = {"score": evaluated.score, "weighting": weighting}
+            options |= {"mask": evaluated.rule, "dropout_p": dropout_p, "seed": seed}
+            if evaluated.rows is not None:
+                query, key = evaluated.rows
+            return weights(query, key, **options)
     else:
         call = user_code.replace_product_function(call)
     first: A = plan_cache.run_first_call(

@@ -12,11 +12,7 @@ torch = pytest.importorskip("torch")
 import qkv  # noqa: E402
 from qkv import scores, weightings  # noqa: E402
 from qkv.frameworks import load_framework  # noqa: E402
-from qkv.frameworks.torch_dot_scale import (  # noqa: E402
-    find_dot_scale,
-    has_score_mod_of_products,
-    make_score_mod,
-)
+from qkv.frameworks.torch_dot_scale import find_dot_scale  # noqa: E402
 
 QUERY, KEY = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
 WEIGHT, FACTOR = torch.eye(8), torch.tensor(2.0)
@@ -130,48 +126,3 @@ def test_a_product_function_with_a_learned_temperature_has_its_gradient():
         torch.testing.assert_close(out, want)
         gradients = [torch.autograd.grad(x.square().sum(), temperature)[0] for x in (out, want)]
         torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda q, k: torch.tanh(q @ k.mT / 64) * 8,
-        lambda q, k: 8 * (q @ k.mT).div(64).tanh(),
-        lambda q, k: -(q @ k.mT),
-        lambda q, k: (q @ k.mT) * FACTOR,
-        lambda q, k: torch.nn.functional.softplus(torch.einsum("bhnd,bhmd->bhnm", q, k)),
-        lambda q, k: torch.where((s := q @ k.mT) > 0, s, 0.1 * s),
-        lambda q, k: 1 - (q @ k.mT).square().clamp(max=3.0) / k.shape[-2],
-        lambda q, k: torch.tanh(q @ k.mT) * abs(q @ k.mT) ** 0.5,
-    ],
-)
-def test_a_function_of_dot_products_is_a_score_mod(function):
-    assert has_score_mod_of_products(function, QUERY, KEY)
-    score_mod = make_score_mod(function, QUERY, KEY)
-    torch.testing.assert_close(score_mod(QUERY @ KEY.mT, 0, 0, 0, 0), function(QUERY, KEY))
-    one = torch.tensor([[0.3]])
-    assert score_mod(one, 0, 0, 0, 0).shape == one.shape
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda q, k: torch.tanh(s := q @ k.mT) / s.shape[-1],
-        lambda q, k: torch.tanh(s := q @ k.mT) / torch.numel(s),
-        lambda q, k: (q @ k.mT).mul_(2),
-        lambda q, k: torch.relu_(q @ k.mT),
-        lambda q, k: torch.exp(s := q @ k.mT, out=s),
-        lambda q, k: s.tanh() if isinstance(s := q @ k.mT, torch.Tensor) else s,
-        lambda q, k: s.tanh() if (s := q @ k.mT).sum() > -1e9 else s,
-        lambda q, k: next(x.tanh() for x in q @ k.mT),
-        lambda q, k: (q @ k.mT).tanh()[..., :7],
-        lambda q, k: (q @ k.mT).tanh() / q.norm(dim=-1, keepdim=True),
-        lambda q, k: (q @ k.mT).tanh() * (1 + 1e-4 * random.random()),
-        lambda q, k: (k @ q.mT).tanh(),
-        lambda q, k: -torch.cdist(q, k),
-        lambda q, k: q,
-        lambda q, k: None,
-    ],
-)
-def test_other_functions_have_no_score_mod(function):
-    assert not has_score_mod_of_products(function, QUERY, KEY)

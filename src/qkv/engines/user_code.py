@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkv.engines import call as calls
 from qkv.engines.call import Call
@@ -82,29 +82,40 @@ def evaluates_on_device(call: Call) -> bool:
     return few or pairs * _numbers_per_pair(call) <= limit
 
 
-def recognize_product(call: Call) -> Score | None:
-    """Return the dot product that a function on a GPU computes, or with a score_mod; else None.
+def recognize_product(call: Call) -> Call | None:
+    """Return the call with the dot product that a function on a GPU computes; None: it does not.
 
-    So it runs in the fused kernels, without an array of scores.
+    It may have a score_mod, and other rows. So it runs in the kernels, without an array of scores.
     """
     if not (isinstance(call.score, UserScore) and _may_evaluate_on_device(call)):
         return None
-    return _find_product(call) or _find_score_mod(call)
+    product = _find_product(call)
+    return _find_product_score(call) if product is None else replace(call, score=product)
 
 
-def _find_score_mod(call: Call) -> Score | None:
-    """Return the score_mod of dot products that the function of the score computes, or None."""
+def _find_product_score(call: Call) -> Call | None:
+    """Return the call with dot products and a score_mod in place of the function, if possible."""
     from qkv.engines import triton
 
+    fw, key = call.fw, _repeat_keys(call)
     assert isinstance(call.score, UserScore)
     if call.wants_weights:
         return None
-    found = call.fw.find_score_mod(call.score.function, call.query, _repeat_keys(call))
+    found = fw.find_product_score(call.score.function, call.query, key)
     if found is None:
         return None
-    score = Modified(ScaledDot(1.0), found)
+    changed = found.phi is not call.query or found.psi is not key
+    # A gradient of rows goes through the function, where 0 · NaN of a masked row is NaN.
+    if changed and (call.key is not key or call.rule is not None):
+        return None
+    score: Score = ScaledDot(1.0 if found.scale is None else found.scale)
+    if found.score_mod is not None:
+        score = Modified(score, found.score_mod)
+    other = replace(call, score=score)
+    if changed:
+        other = replace(other, query=found.phi, key=found.psi)
     # Without a reason, the score_mod has a translation, so it is pointwise.
-    return score if triton.unsupported_reason(replace(call, score=score)) is None else None
+    return other if triton.unsupported_reason(other) is None else None
 
 
 def replace_product_function(call: Call) -> Call:
@@ -183,7 +194,7 @@ def with_placeholder(call: Call) -> Call:
     """
     product = recognize_product(call)
     if product is not None:
-        return replace(call, score=product)
+        return product
     if not evaluates_on_device(call):
         return call
     fresh = call.upcast()
@@ -197,16 +208,26 @@ def evaluates_scores(call: Call) -> bool:
     return has_function and evaluates_functions(call)
 
 
-def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
-    """Return the score and the rule with arrays in place of the results of the caller's functions.
+class EvaluatedFunctions(NamedTuple):
+    """What a call has in place of functions of the caller; `rows`: another query and key."""
+
+    score: Score
+    rule: Mask | None
+    rows: tuple[Array, Array] | None = None
+
+
+def evaluate_functions(call: Call) -> EvaluatedFunctions | None:
+    """Return the call with arrays in place of the results of the caller's functions.
 
     None if the call has no function, or if it must run in blocks.
     """
     product = recognize_product(call)
     if product is not None:
-        return product, call.rule
+        is_same = product.query is call.query and product.key is call.key
+        rows = None if is_same else (product.query, product.key)
+        return EvaluatedFunctions(product.score, call.rule, rows)
     if evaluates_on_device(call):
-        return EvaluatedScore(_evaluate_on_device(call)), call.rule
+        return EvaluatedFunctions(EvaluatedScore(_evaluate_on_device(call)), call.rule)
     if not evaluates_functions(call):
         return None
     fw, score, rule = call.fw, call.score, call.rule
@@ -217,7 +238,7 @@ def evaluate_functions(call: Call) -> tuple[Score, Mask | None] | None:
             rule = _evaluate_rule(fw, rule, _prepare(replace(call, rule=None)).block)
         if not _has_signature(fw, score):
             score = EvaluatedScore(_evaluate_score(replace(call, rule=rule)))
-    return score, rule
+    return EvaluatedFunctions(score, rule)
 
 
 def _evaluate_on_device(call: Call) -> Array:

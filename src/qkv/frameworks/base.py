@@ -48,6 +48,16 @@ class GraphNode(NamedTuple):
     function has no gradient. PyTorch traces it, so it uses only methods of arrays."""
 
 
+class ProductScore(NamedTuple):
+    """The scores of a function as those of dot products φ·ψ: see `Framework.find_product_score`."""
+
+    phi: Array
+    psi: Array
+    scale: float | None
+    """The scores are scale · φ·ψ; None: they are `score_mod` of φ·ψ."""
+    score_mod: Callable[..., Array] | None
+
+
 GRAPH_NODES: dict[str, GraphNode] = {}
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -609,12 +619,10 @@ class Framework:
         """Return c if `function(query, key)` is c · q·k and that is known; else None."""
         return None
 
-    def find_score_mod(
-        self, function: Any, query: Array, key: Array
-    ) -> Callable[..., Array] | None:
-        """Return the score_mod that makes `function(query, key)` of q·k; None: none is known.
+    def find_product_score(self, function: Any, query: Array, key: Array) -> ProductScore | None:
+        """Return how `function(query, key)` computes scores from dot products; None: unknown.
 
-        The caller must check that it is pointwise.
+        The caller must check that the score_mod is pointwise.
         """
         return None
 

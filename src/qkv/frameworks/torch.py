@@ -25,13 +25,16 @@ from qkv.frameworks.base import (
     BackwardFunction,
     ForwardFunction,
     Framework,
+    ProductScore,
     ReferenceFunction,
 )
 from qkv.frameworks.squares import NeedsExact, SquareOperations, expand_squares
 from qkv.frameworks.torch_captures import graph_leaves, hoist_captured_tensors
-from qkv.frameworks.torch_dot_scale import (
-    find_dot_scale,
-    has_score_mod_of_products,
+from qkv.frameworks.torch_dot_scale import find_dot_scale
+from qkv.frameworks.torch_product_scores import (
+    ProductKind,
+    find_product,
+    find_product_rows,
     make_score_mod,
 )
 from qkv.frameworks.torch_products import use_tensor_cores
@@ -57,11 +60,11 @@ _NULL_CONTEXT = nullcontext()
 MAX_DEVICE_BLOCK_NUMBERS = 2**27
 """The most numbers of a block on a GPU: 512 MiB of float32 scores, and as much for the weights."""
 
-_PAIR_NUMBERS: dict[tuple[Any, ...], int | None] = create_table("torch.pair_numbers")
+_PAIR_NUMBERS: dict[Hashable, int | None] = create_table("torch.pair_numbers")
 MAX_PAIR_NUMBERS_ENTRIES = 256
-_DOT_SCALES: dict[tuple[Any, ...], float | None] = create_table("torch.dot_scales")
+_DOT_SCALES: dict[Hashable, float | None] = create_table("torch.dot_scales")
 MAX_DOT_SCALES = 256
-_HAS_SCORE_MOD: dict[tuple[Any, ...], bool] = create_table("torch.has_score_mod")
+_PRODUCT_KINDS: dict[Hashable, ProductKind | None] = create_table("torch.product_kinds")
 
 # Called in every `attend`, so bound to short names.
 _is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -873,19 +876,22 @@ class Torch(Framework):
             _DOT_SCALES, signature, lambda: find_dot_scale(function, query, key), MAX_DOT_SCALES
         )
 
-    def find_score_mod(
-        self, function: Any, query: Array, key: Array
-    ) -> Callable[..., Array] | None:
+    def find_product_score(self, function: Any, query: Array, key: Array) -> ProductScore | None:
         try:
             signature = FixedSignatureBuilder().build(function), query.shape, key.shape
         except NoSignatureError:
             return None
         # The score_mod itself, in a table, would keep captured tensors alive.
-        has_score_mod = get_or_compute(
-            _HAS_SCORE_MOD, signature, lambda: has_score_mod_of_products(function, query, key),
-            MAX_DOT_SCALES,
-        )  # fmt: skip
-        return make_score_mod(function, query, key) if has_score_mod else None
+        kind = get_or_compute(
+            _PRODUCT_KINDS, signature, lambda: find_product(function, query, key), MAX_DOT_SCALES
+        )
+        if kind is None:
+            return None
+        phi, psi = query, key
+        if kind.has_own_rows:
+            phi, psi = find_product_rows(function, query, key)
+        score_mod = make_score_mod(function, query, key) if kind.scale is None else None
+        return ProductScore(phi, psi, kind.scale, score_mod)
 
     def vjp(self, function: ArrayFunction, *args: Array) -> tuple[Array, PullBack]:
         with torch.enable_grad():

@@ -1,20 +1,14 @@
-"""PyTorch: recognizes functions of the caller that compute a dot product, or a function of one.
+"""PyTorch: recognizes functions of the caller that compute a scaled dot product.
 
 `lambda q, k: q @ k.mT / 8` is `ScaledDot(1 / 8)`, which has fused kernels. The function runs twice
 on tensors without data, because its factor may be a random number. Only the operations below are
 accepted. Everything else, such as a captured tensor or a branch on the device, raises an error in
 the function, which is then not recognized. So do operations in place: they could change an alias.
-
-`lambda q, k: torch.tanh(q @ k.mT)` is a score_mod of the dot product: what the function does with
-the products, it does with each of them alone. `make_score_mod` returns that score_mod. Kernels
-translate it; operations that are not pointwise have no translation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,27 +21,8 @@ FACTORS = frozenset({"mul", "multiply", "__mul__", "__rmul__"})
 QUOTIENTS = frozenset({"div", "divide", "true_divide", "__truediv__"})
 
 
-TENSOR_READS = frozenset({
-    "shape", "size", "ndim", "dim", "numel", "nelement", "item", "tolist", "numpy", "stride",
-    "is_contiguous", "storage_offset", "data_ptr", "untyped_storage", "element_size", "layout",
-    "is_floating_point", "is_leaf", "grad", "data", "grad_fn", "requires_grad_", "names",
-})  # fmt: skip
-"""What a function may not read of the products, because it differs between tiles."""
-OPERATORS = (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",
-    "mod", "rmod", "pow", "rpow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "and", "rand",
-    "or", "ror", "xor", "rxor", "invert", "pos",
-)  # fmt: skip
-CHECKED_ROWS, CHECKED_KEYS = 2, 3
-"""The size of the call on which a score_mod is compared with its function."""
-
-
 class NotRecognizedError(Exception):
-    """The function does something else than a scaled dot product, or with it."""
-
-
-_PRODUCTS: ContextVar[Tensor | None] = ContextVar("_PRODUCTS", default=None)
-"""The products that a traced function gets; None: it gets a `TracedRows`."""
+    """The function does something else than a scaled dot product."""
 
 
 class TracedRows(Tensor):  # type: ignore[misc]
@@ -71,124 +46,7 @@ class TracedRows(Tensor):  # type: ignore[misc]
         with torch._C.DisableTorchFunctionSubclass():
             if name in READS:
                 return func(*args, **kwargs)
-            found, products = _apply(name, args, kwargs), _PRODUCTS.get()
-            if found.role != "s" or products is None:
-                return found
-            if found.is_transposed:
-                raise NotRecognizedError
-            return DotProducts(products if found.factor == 1 else products * found.factor)
-
-
-class DotProducts:
-    """Dot products in a function of the caller, which may do with them what keeps their shape.
-
-    It stands for a tensor, but is none: a score_mod is traced by the identity of tensors.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in TENSOR_READS or _writes(name) or name == "__get__" or "out" in (kwargs or {}):
-            raise NotRecognizedError
-        given = [_unwrap(x) for x in args]
-        found = func(*given, **{key: _unwrap(x) for key, x in (kwargs or {}).items()})
-        if not isinstance(found, Tensor):
-            raise NotRecognizedError
-        return cls(found)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dtype", "device"):
-            return getattr(self._values, name)
-        method = None if name.startswith("_") else getattr(Tensor, name, None)
-        if not callable(method):
-            raise NotRecognizedError
-        return lambda *args, **named: self.__torch_function__(method, (), (self, *args), named)
-
-    def _refuse(self, *_: Any) -> Any:
-        raise NotRecognizedError
-
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse  # type: ignore[assignment]
-    __getitem__ = __setitem__ = __contains__ = __hash__ = _refuse  # type: ignore[assignment]
-
-    @staticmethod
-    def modify(
-        function: Callable[..., Any], shapes: Sequence[Sequence[int]], products: Tensor
-    ) -> Tensor:
-        """Return the scores that the function makes of these dot products of q and k.
-
-        `shapes` are those of the query and the key in the call.
-        """
-        before = _PRODUCTS.set(products)
-        try:
-            rows = (_trace_rows(x, role, False, 1.0) for x, role in zip(shapes, "qk", strict=True))
-            found = function(*rows)
-        finally:
-            _PRODUCTS.reset(before)
-        if type(found) is not DotProducts:
-            raise NotRecognizedError
-        return found._values
-
-
-def _writes(name: str) -> bool:
-    """Return whether an operation of this name writes into its first argument."""
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _unwrap(x: Any) -> Any:
-    if type(x) in (tuple, list):
-        return type(x)(map(_unwrap, x))
-    return x._values if type(x) is DotProducts else x
-
-
-def _add_operator(name: str) -> None:
-    method = getattr(Tensor, name)
-
-    def operate(self: DotProducts, *args: Any) -> Any:
-        return DotProducts.__torch_function__(method, (), (self, *args))
-
-    setattr(DotProducts, name, operate)
-
-
-for _name in OPERATORS:
-    _add_operator(f"__{_name}__")
-
-
-def make_score_mod(
-    function: Any, query: Tensor, key: Tensor
-) -> Callable[[Tensor, Any, Any, Any, Any], Tensor]:
-    """Return the score_mod that makes the function's scores of q·k, in float32."""
-    shapes = tuple(query.shape), tuple(key.shape)
-
-    def score_mod(s: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
-        return DotProducts.modify(function, shapes, s)
-
-    return score_mod
-
-
-def has_score_mod_of_products(function: Any, query: Tensor, key: Tensor) -> bool:
-    """Return whether `make_score_mod` gives the function's scores, on a few rows.
-
-    The caller must check that the score_mod is pointwise.
-    """
-    if query.ndim < 2 or key.ndim != query.ndim or query.shape[-1] != key.shape[-1]:
-        return False
-    rows = query[..., :CHECKED_ROWS, :].detach().float()
-    keys = key[..., :CHECKED_KEYS, :].detach().float()
-    try:
-        with torch.no_grad():
-            shapes, s = (rows.shape, keys.shape), rows @ keys.mT
-            got, again = (DotProducts.modify(function, shapes, s) for _ in range(2))
-            want = function(rows, keys)
-            if not got.shape == again.shape == want.shape:
-                return False
-            close = torch.isclose(got, want, rtol=1e-2, atol=1e-2, equal_nan=True)
-            # A random number would be part of the translation.
-            return bool((close & ((got == again) | got.isnan())).all())
-    except Exception:  # of any kind: the call runs the function on data, and reports the error
-        return False
+            return _apply(name, args, kwargs)
 
 
 def find_dot_scale(function: Any, query: Tensor, key: Tensor) -> float | None:

@@ -140,14 +140,40 @@ SCALE = torch.tensor([0.7], device=DEVICE, requires_grad=True)
         (lambda q, k: torch.sigmoid((q @ k.mT) * SCALE) * 4, {"return_lse": True}),
         (lambda q, k: (q @ k.mT).abs().clamp(max=2.0), {"weighting": "entmax15"}),
         (lambda q, k: torch.nn.functional.softplus(q @ k.mT), {"mask": masks.causal}),
+        (lambda q, k: torch.tanh((q * SCALE) @ k.exp().mT) * 3, {"weighting": "sparsemax"}),
     ],
 )
 def test_a_function_of_dot_products_has_no_array_of_scores(score, options, monkeypatch):
     monkeypatch.setattr(user_code, "_evaluate_on_device", None)
-    arrays = draw_arrays()
+    arrays = draw_arrays(few=4)
     explained = str(qkv.explain(*arrays, score=score, engine="triton", **options))
     assert "score_mod compiled into the kernels" in explained
     compare_with_dense(arrays, [SCALE], score=score, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_that_changes_rows_runs_as_a_scaled_dot_product(dtype, monkeypatch):
+    monkeypatch.setattr(user_code, "_evaluate_on_device", None)
+    width = torch.rand(5, device=DEVICE, requires_grad=True)
+    arrays = draw_arrays(few=4, dtype=dtype)
+    results = []
+    for function in (lambda q, k: (q * width) @ k.mT / 2, None):
+        query = arrays[0] if function else (arrays[0].float() * width).to(dtype)
+        score = function or scores.ScaledDot(0.5)
+        out = qkv.attend(query, *arrays[1:], score=score)
+        loss = out.float().square().sum()
+        results.append([out, *torch.autograd.grad(loss, [*arrays, width])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_masked_row_may_be_nan_where_a_function_changes_rows():
+    query, key, value = (x.detach() for x in draw_arrays(few=4))
+    key[1, :, 4:] = value[1, :, 4:] = torch.nan
+    width = torch.rand(5, device=DEVICE, requires_grad=True)
+    arrays = [x.requires_grad_() for x in (query, key, value)]
+    mask = masks.lengths([9, 4])
+    compare_with_dense(arrays, [width], score=lambda q, k: q @ (k * width).mT, mask=mask)
 
 
 def test_a_function_of_dot_products_whose_weights_are_returned():
