@@ -407,12 +407,16 @@ def build_replay_runner(call: Call) -> Callable[..., Array | None] | None:
     ) -> Array | None:
         more = [mask]
         if type(mask) not in PLAIN_TENSOR_TYPES:
-            builder = MaskSignatureBuilder(lambda x: fw.cached_constant(x, query, "bool"))
-            try:
-                builder.build((mask, split_modified(score, query.shape[-2], key.shape[-2])[1]))
-            except NoSignatureError:
-                return None
-            more = builder.tensors
+            score_mods = split_modified(score, query.shape[-2], key.shape[-2])[1]
+            if score_mods or not (isinstance(mask, Band) and mask.is_relative):
+                builder = MaskSignatureBuilder(lambda x: fw.cached_constant(x, query, "bool"))
+                try:
+                    builder.build((mask, score_mods))
+                except NoSignatureError:
+                    return None
+                more = builder.tensors
+            else:  # numbers, which are in the signature of the plan
+                more = []
         if any(x.device != query.device for x in more) or fw.needs_gradient(more):
             return None
         arrays = query, key, value, *more

@@ -304,6 +304,10 @@ class KernelCall:
         window = self.constexprs["WINDOW"]
         if window and name == "pool" and size == 2 and max(self.w, self.d) <= 64:
             return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.WINDOW_POOL_TILE
+        entmax = self.float_mask_bytes and self.weighting == "entmax"
+        if entmax and name == "to_queries" and max(self.w, self.d) <= 64:
+            # The two sums of the fused pass fill the registers of a taller tile.
+            return tile_choice.TILE_OVERRIDES.get(name) or tile_choice.FLOAT_MASK_TILE
         tile = tile_choice.TILE_OVERRIDES.get(name) or tile_choice.choose_tile(
             name, self.w, self.d, size, rows, self.is_plain_product, banded, self.pairs is not None,
             self.gate_key is not None or window or self.constexprs["HAS_MOD"],

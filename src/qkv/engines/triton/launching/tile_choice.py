@@ -48,13 +48,13 @@ TILE_OVERRIDES: dict[str, Tile] = {}
 """Tiles set by hand, for tests and benchmarks, by pass: "pool", "split", "few_queries",
 "to_keys", "to_queries", "to_pairs", "repair"."""
 # Registers are limited where the NaN-safe loop would use more, so that more programs run at once.
-_FLOAT_MASK_TILE = Tile(64, 64, 64, 4, 3, uses_descriptors=True)
-_TALL_FLOAT_MASK_TILE = _FLOAT_MASK_TILE._replace(rows=128, warps=8, registers=128)
+FLOAT_MASK_TILE = Tile(64, 64, 64, 4, 3, uses_descriptors=True)
+TALL_FLOAT_MASK_TILE = FLOAT_MASK_TILE._replace(rows=128, warps=8, registers=128)
 FLOAT_MASK_TILES = {
-    "pool": (_TALL_FLOAT_MASK_TILE, _TALL_FLOAT_MASK_TILE._replace(stages=2)),
-    "to_keys": (_FLOAT_MASK_TILE, _FLOAT_MASK_TILE._replace(stages=2, registers=168)),
-    "to_queries": (_TALL_FLOAT_MASK_TILE, _FLOAT_MASK_TILE),
-    "to_pairs": (_FLOAT_MASK_TILE._replace(stages=2, registers=168),) * 2,
+    "pool": (TALL_FLOAT_MASK_TILE, TALL_FLOAT_MASK_TILE._replace(stages=2)),
+    "to_keys": (FLOAT_MASK_TILE, FLOAT_MASK_TILE._replace(stages=2, registers=168)),
+    "to_queries": (TALL_FLOAT_MASK_TILE, FLOAT_MASK_TILE),
+    "to_pairs": (FLOAT_MASK_TILE._replace(stages=2, registers=168),) * 2,
 }
 """Tiles of the fast path for float masks (`F.QUICK`), for mask elements of 2 and of 4 bytes and
 widths up to 64."""
