@@ -2,7 +2,8 @@
 
 python -m bench.published [PART …]
 
-With names of parts (packed, linear, decay, paged, sink, entmax_sink, alibi, t5), other rows stay.
+With names of parts (packed, linear, decay, float16, paged, sink, entmax_sink, alibi, t5), other
+rows stay.
 
 ALiBi and a learned sink, beside FlexAttention with the same function; T5's buckets, beside SDPA of
 a float mask; a packed batch, beside PyTorch's kernel for variable lengths; linear attention and
@@ -277,35 +278,53 @@ def positive(x: Tensor) -> Tensor:
     return torch.nn.functional.elu(x) + 1
 
 
+def run_linear_fla(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    chunk_linear_attn = load_fla("fla.ops.linear_attn").chunk_linear_attn
+    out: Tensor = chunk_linear_attn(positive(query), positive(key), value, scale=1.0)[0]
+    return out
+
+
+def sum_normalized(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return linear attention of `positive` features by the chunk formula in float32."""
+    ones = torch.ones_like(value[..., :1])
+    mapped = positive(query), positive(key)
+    out = sum_by_chunks(*mapped, torch.cat([value, ones], -1).float())
+    return (out[..., :-1] / out[..., -1:]).to(value.dtype)
+
+
+def float16_rows() -> Iterator[Row]:
+    batch, heads, n = size(4, 1), size(16, 2), size(16_384, 128)
+    normalized = partial(
+        qkv.attend, score=scores.FeatureMap(), weighting="normalized", mask="causal"
+    )
+    yield from list_rows(
+        f"linear attention, causal, B{batch} H{heads} n{n} d64, float16",
+        (batch, heads, n, 64),
+        {"qkv": normalized, "fla": run_linear_fla},
+        sum_normalized,
+        ("fla", 1.2),
+        dtype=torch.float16,
+    )
+
+
 def linear_rows() -> Iterator[Row]:
     batch, heads, n = size(4, 1), size(16, 2), size(16_384, 128)
     shape = (batch, heads, n, 64)
     attend = partial(qkv.attend, mask="causal", engine="linear")
     normalized = partial(attend, score=scores.FeatureMap(), weighting="normalized")
 
-    def run_fla(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        chunk_linear_attn = load_fla("fla.ops.linear_attn").chunk_linear_attn
-        out: Tensor = chunk_linear_attn(positive(query), positive(key), value, scale=1.0)[0]
-        return out
-
     def run_raw_fla(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         chunk_linear_attn = load_fla("fla.ops.linear_attn").chunk_linear_attn
         out: Tensor = chunk_linear_attn(query, key, value, scale=1.0, normalize=False)[0]
         return out
 
-    def by_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ones = torch.ones_like(value[..., :1])
-        mapped = positive(query), positive(key)
-        out = sum_by_chunks(*mapped, torch.cat([value, ones], -1).float())
-        return (out[..., :-1] / out[..., -1:]).to(value.dtype)
-
-    for dtype in (DTYPE, torch.float16):
-        kind = "" if dtype == DTYPE else ", float16"
-        sides: dict[str, Any] = {"qkv": normalized, "fla": run_fla}
-        if dtype == DTYPE:
-            sides["SDPA"] = partial(sdpa, is_causal=True)
-        work = f"linear attention, causal, B{batch} H{heads} n{n} d64{kind}"
-        yield from list_rows(work, shape, sides, by_chunks, ("fla", 1.2), dtype=dtype)
+    yield from list_rows(
+        f"linear attention, causal, B{batch} H{heads} n{n} d64",
+        shape,
+        {"qkv": normalized, "fla": run_linear_fla, "SDPA": partial(sdpa, is_causal=True)},
+        sum_normalized,
+        ("fla", 1.2),
+    )
     yield from list_rows(
         f"linear attention of dot products, raw, causal, B{batch} H{heads} n{n} d64",
         shape,
@@ -396,6 +415,7 @@ PARTS = {
     "packed": packed_rows,
     "linear": linear_rows,
     "decay": decay_rows,
+    "float16": float16_rows,
     "paged": paged_rows,
     "sink": sink_rows,
     "entmax_sink": entmax_sink_rows,
