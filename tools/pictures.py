@@ -150,6 +150,31 @@ def draw_answer_times() -> None:
     save("answer-times", figure)
 
 
+def draw_linear_times() -> None:
+    """Draw the time of causal linear attention beside softmax, from bench/results."""
+    stored = json.loads((ROOT / "bench" / "results" / "published_cuda.json").read_text())
+    works = {row["work"]: row["sides"] for row in stored["rows"]}
+    lengths = [2**i for i in range(10, 18)]
+    figure = style.new_figure((7.2, 3.2), "constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, direction in zip(panels, ("forward", "forward + backward"), strict=True):
+        sides = [works[f"linear attention, causal, B1 H8 n{n} d64, {direction}"] for n in lengths]
+        for name, label, colour in (
+            ("SDPA", "softmax, PyTorch's SDPA", "#333333"),
+            ("qkv", "linear attention, qkv", style.RED),
+        ):
+            times = [side[name]["ms"] for side in sides]
+            panel.plot(lengths, times, "o-", color=colour, label=label, linewidth=1.5, markersize=4)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
+        style.style_axes(
+            panel, "rows", "ms on an H200" if direction == "forward" else "", direction
+        )
+    panels[0].legend(frameon=False, fontsize=8, labelcolor=style.INK)
+    save("linear-times", figure)
+
+
 def draw_recall() -> None:
     """Draw the figures of docs/recall.md."""
     from examples.recall import figures, train
@@ -161,6 +186,7 @@ def draw_recall() -> None:
 
 if __name__ == "__main__":
     draw_answer_times()
+    draw_linear_times()
     draw_recall()
     draw_first_pictures()
     model()

@@ -117,6 +117,21 @@ def test_int8_pages():
     assert both.paged.buffers[0].dtype == torch.int8
 
 
+def test_float8_pages():
+    both = Both(float8=True)
+    a, b = both.add(), both.add()
+    both.append([a, b], 7)
+    both.append([b], 2)
+    both.check([a, b], atol=0.1)
+    fork = both.paged.fork_sequence(b)
+    key = both.paged.gather_rows([fork])[0]
+    wanted = both.rows[b][0]
+    assert ((key[0] - wanted).abs() <= wanted.abs() / 16 + wanted.abs().max() * 2e-5).all()
+    assert both.paged.buffers[0].element_size() == 1
+    with pytest.raises(ArgumentError, match="exclude each other"):
+        nn.PagedCache(int8=True, float8=True)
+
+
 @pytest.mark.parametrize(
     "layer",
     [

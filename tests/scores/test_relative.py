@@ -108,6 +108,25 @@ def test_the_same_as_t5(is_decoder):
     )
 
 
+def test_the_same_as_the_windows_of_swin():
+    torch = pytest.importorskip("torch")
+    swin = pytest.importorskip("transformers.models.swin.modeling_swin")
+    bias = swin.SwinRelativePositionBias(4, (3, 5))
+    torch.nn.init.normal_(bias.relative_position_bias_table)
+    query, key, value = (torch.randn(6, 4, 15, 8) for _ in range(3))
+    table = bias.relative_position_bias_table
+
+    def add_bias(s, b, h, i, j):
+        return s + table.T.view(4, 5, 9)[h, i // 5 - j // 5 + 2, i % 5 - j % 5 + 4]
+
+    ours = qkv.attend(query, key, value, score=scores.Modified("scaled_dot", add_bias))
+    theirs = (query @ key.mT / 8**0.5 + bias()).softmax(-1) @ value
+    torch.testing.assert_close(ours, theirs)
+    pull = torch.randn_like(ours)
+    expected = torch.autograd.grad(theirs, table, pull)[0]
+    torch.testing.assert_close(torch.autograd.grad(ours, table, pull)[0], expected)
+
+
 def test_it_goes_around_any_score_and_compiles():
     torch = pytest.importorskip("torch")
     table = torch.randn(2, 5, requires_grad=True)

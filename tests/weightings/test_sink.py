@@ -131,6 +131,19 @@ def test_the_same_as_gpt_oss():
             torch.testing.assert_close(actual, desired)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+def test_the_same_as_flex_attention_with_its_log_sum_exp():
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    query, key, value = (torch.randn(2, 4, 20, 8) for _ in range(3))
+    sinks = torch.randn(4)
+    theirs, lse = flex(query, key, value, return_lse=True)
+    theirs = theirs * torch.sigmoid(lse - sinks[:, None])[..., None]
+    ours = qkv.attend(query, key, value, weighting=weightings.Softmax(sink=sinks))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_a_layer_learns_one_for_each_head():
     torch = pytest.importorskip("torch")
     sink = torch.nn.Parameter(torch.zeros(4))

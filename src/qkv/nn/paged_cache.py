@@ -13,7 +13,8 @@ from qkv.errors import ArgumentError, ShapeError, validate_sizes
 from qkv.nn.cache import Cache
 from qkv.util.keyword_hints import suggest_keywords
 
-MAX_CODE = 127
+LARGEST_CODES = {"int8": 127.0, "float8": 448.0}
+"""The largest number that a code of 8 bits stands for. float8 is torch.float8_e4m3fn."""
 
 
 @suggest_keywords
@@ -22,9 +23,10 @@ class PagedCache(Cache):
 
     A sequence is a table of pages, so appended rows are written once and memory grows with the rows
     of all sequences, not with the longest. Forked sequences share their pages; a shared page is
-    copied when a sequence writes to it. With `int8`, each row is stored as codes of 8 bits and one
-    float32 scale. `pages` is the number of pages to allocate with the first rows; a full pool
-    doubles, which copies it.
+    copied when a sequence writes to it. With `int8` or `float8`, each row is stored as codes of 8
+    bits and one float32 scale. `int8` is more exact where the numbers of a row are of similar size,
+    `float8` where they differ much. `pages` is the number of pages to allocate with the first rows;
+    a full pool doubles, which copies it.
 
     - In a layer it replaces `Cache`: the sequences are the batch, and have equal lengths.
     - For sequences of any length, `append_rows` and `attend` take a list of sequences.
@@ -43,10 +45,14 @@ class PagedCache(Cache):
     torch.Size([2, 4, 1, 8])
     """
 
-    def __init__(self, block: int = 256, *, int8: bool = False, pages: int = 8) -> None:
+    def __init__(
+        self, block: int = 256, *, int8: bool = False, float8: bool = False, pages: int = 8
+    ) -> None:
         super().__init__()
         validate_sizes(block=block, pages=pages)
-        self.block, self.int8 = block, int8
+        if int8 and float8:
+            raise ArgumentError("PagedCache: int8=True and float8=True exclude each other")
+        self.block, self.codes = block, "int8" if int8 else "float8" if float8 else None
         self.lengths: dict[int, int] = {}
         """The number of rows of each sequence."""
         self.tables: dict[int, list[int]] = {}
@@ -138,10 +144,14 @@ class PagedCache(Cache):
         at = torch.tensor(pages, device=device), torch.tensor(offsets, device=device)
         for i, new in enumerate((key, value)):
             rows = new.detach().transpose(1, 2)  # (batch, n, heads, width)
-            if self.int8 and rows.shape[-1]:
-                scale = rows.float().abs().amax(-1, keepdim=True) / MAX_CODE
+            if self.codes and rows.shape[-1]:
+                scale = rows.float().abs().amax(-1, keepdim=True) / LARGEST_CODES[self.codes]
                 self.scales[i][at[0], :, at[1]] = scale
-                rows = (rows / torch.where(scale == 0, 1.0, scale)).round().to(torch.int8)
+                rows = rows / torch.where(scale == 0, 1.0, scale)
+                if self.codes == "int8":
+                    rows = rows.round().to(torch.int8)
+                else:
+                    rows = rows.to(torch.float8_e4m3fn).view(torch.uint8)
             self.buffers[i][at[0], :, at[1]] = rows.to(self.buffers[i].dtype)
 
     def gather_rows(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,8 +217,7 @@ class PagedCache(Cache):
             return "there are no rows"
         return attention.plan_pages(
             query,
-            self.buffers[0],
-            self.buffers[1],
+            *(self._as_codes(x) for x in self.buffers),
             lambda: self._device_tables(sequences),
             dtype=self.dtypes[0],
             scales=self.scales,
@@ -273,10 +282,10 @@ class PagedCache(Cache):
 
     def _allocate_pool(self, key: Tensor, value: Tensor) -> None:
         shapes = [(self.initial_pages, x.shape[1], self.block, x.shape[-1]) for x in (key, value)]
-        kind = torch.int8 if self.int8 else key.dtype
+        kind = {"int8": torch.int8, "float8": torch.uint8, None: key.dtype}[self.codes]
         self.dtypes = [key.dtype, value.dtype]
         self.buffers = [key.new_zeros(shape, dtype=kind) for shape in shapes]
-        if self.int8:
+        if self.codes:
             self.scales = [key.new_zeros((*x[:-1], 1), dtype=torch.float32) for x in shapes]
         self.use_counts = [0] * self.initial_pages
         self.free_pages = list(reversed(range(self.initial_pages)))
@@ -310,15 +319,19 @@ class PagedCache(Cache):
         if not self.use_counts[page]:
             self.free_pages.append(page)
 
+    def _as_codes(self, x: Tensor) -> Tensor:
+        """Return the codes of stored bytes. torch does not index arrays of float8."""
+        return x.view(torch.float8_e4m3fn) if self.codes == "float8" else x
+
     def _read_pages(self, i: int, at: Tensor, length: int) -> Tensor:
         """Return rows (batch, heads, length, width) of the pages (batch, count)."""
         heads = self.buffers[i].shape[1]
         each = torch.arange(heads, device=at.device)
         flat = (at[:, None] * heads + each[:, None]).flatten()  # (batch, heads, count)
         rows = self.buffers[i].flatten(0, 1).index_select(0, flat)
-        if self.int8:
+        if self.codes:
             scales = self.scales[i].flatten(0, 1).index_select(0, flat)
-            rows = (rows * scales).to(self.dtypes[i])
+            rows = (self._as_codes(rows).float() * scales).to(self.dtypes[i])
         size = at.shape[1] * self.block
         return rows.view(at.shape[0], heads, size, rows.shape[-1])[:, :, :length]
 

@@ -50,9 +50,10 @@ def test_kernels_read_pages(name, n):
     both.check(both.sequences, n, atol=1e-4, **options)
 
 
+@pytest.mark.parametrize("codes", ["int8", "float8"])
 @pytest.mark.parametrize("name", ["softmax", "entmax15", "sigmoid"])
-def test_kernels_read_codes_of_8_bits(name):
-    both, options = KernelCache(int8=True), KERNEL_CASES[name]
+def test_kernels_read_codes_of_8_bits(name, codes):
+    both, options = KernelCache(**{codes: True}), KERNEL_CASES[name]
     query = both.normal(3, HEADS, 1, D)
     assert "read the pages" in both.paged.explain(query, both.sequences, **options)
     out = both.paged.attend(query, both.sequences, **options)

@@ -39,8 +39,8 @@ positions, and changes the scores before `pairs` is added. They read `captured_f
 before `times`.
 
 *Pages.* With `pages` (B, P), int32, key and value are pools (pages, Hₖ, rows, width), and key j of
-batch b is row j mod rows of page pages[b, j // rows]. A pool of int8 holds codes: row r is
-`key_scales` (pages, Hₖ, rows, 1) times its codes. There is no gradient.
+batch b is row j mod rows of page pages[b, j // rows]. A pool of int8 or float8 holds codes: row r
+is `key_scales` (pages, Hₖ, rows, 1) times its codes. There is no gradient.
 
 *Row sums.* With `whole`, the score gradients of each row add up to 0 exactly. A gradient that
 multiplies whole rows (a learned temperature) needs that.

@@ -68,6 +68,8 @@ def unsupported_reason(call: Call, pool: PagePool) -> str | None:
     reason = engine.unsupported_reason(call)
     if reason:
         return reason
+    if pool.key.dtype == torch.float8_e4m3fn and not _reads_float8(pool.key.device):
+        return "the device has no float8: compute capability 8.9 or higher is needed"
     rows, group = pool.key.shape[2], call.query.shape[1] // pool.key.shape[1]
     if rows % MIN_PAGE_ROWS:
         return f"a page has {rows} rows, which is not a multiple of {MIN_PAGE_ROWS}"
@@ -80,6 +82,10 @@ def unsupported_reason(call: Call, pool: PagePool) -> str | None:
     if not pool.key.is_contiguous() or not pool.value.is_contiguous():
         return "the pool is not contiguous"
     return _weighting_reason(call)
+
+
+def _reads_float8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _weighting_reason(call: Call) -> str | None:

@@ -469,6 +469,6 @@ def allocate_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty arrays for the results of `attend_forward`."""
     rows = query.shape[:3]
-    dtype = value.dtype if value.is_floating_point() else query.dtype
+    dtype = query.dtype if value.element_size() == 1 else value.dtype
     out = query.new_empty((*rows, value.shape[3]), dtype=dtype)
     return out, workspace.allocate_buffer(query, rows), workspace.allocate_buffer(query, (2, *rows))

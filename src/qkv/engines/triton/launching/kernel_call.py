@@ -113,12 +113,12 @@ class TileLoop(NamedTuple):
 def round_query(given: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments with a float32 query rounded to the dtype of 16-bit keys.
 
-    The gradient of the query stays float32.
+    The gradient of the query stays float32. Keys of one byte are codes, as float8 is too.
     """
     query, key = given[:2]
     return (
         given
-        if query.dtype == key.dtype or not key.is_floating_point()
+        if query.dtype == key.dtype or key.element_size() == 1
         else (query.to(key.dtype), *given[1:])
     )
 
