@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,12 +60,39 @@ class AddedMaskWarning(UserWarning):
     """A mask of floats 0 and 1 is added to the scores; a boolean mask was probably meant."""
 
 
+_collected_warnings: ContextVar[list[str] | None] = ContextVar("_collected_warnings", default=None)
+
+
 def warn_at_caller(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Issue a warning that points to the line outside qkv that made the call."""
+    """Issue a warning that points to the line outside qkv that made the call.
+
+    Inside `collect_warnings`, append its text to the list instead.
+    """
+    collected = _collected_warnings.get()
+    if collected is not None:
+        collected.append(str(message))
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_PATHS):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+@contextlib.contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """Yield a list that collects the texts of this thread's warnings inside the `with`.
+
+    >>> with collect_warnings() as texts:
+    ...     warn_at_caller("column 'price' is read as text")
+    >>> texts
+    ["column 'price' is read as text"]
+    """
+    texts: list[str] = []
+    token = _collected_warnings.set(texts)
+    try:
+        yield texts
+    finally:
+        _collected_warnings.reset(token)
 
 
 class EngineError(_CallError, ValueError):

@@ -50,6 +50,13 @@ def test_an_upload_says_which_rows_it_skipped(known: dict[str, Any]) -> None:
     assert reply["skipped"] == []
 
 
+def test_an_upload_says_which_columns_stay_text(known: dict[str, Any]) -> None:
+    data = base64.b64encode("name,price\nAnn,3 €\nBo,4.50 €\nCy,7 €\n".encode()).decode()
+    reply = run_call("upload", {"name": "prices", "format": "csv", "base64": data}, known)
+    assert [one["rows"] for one in reply["skipped"]] == [[]]
+    assert reply["skipped"][0]["why"].startswith("column 'price' is read as text: 3 of its first")
+
+
 def test_other_columns(known: dict[str, Any]) -> None:
     reply = run_call("columns", {"database": "students", "name": "by", "key": ["year"]}, known)
     assert reply["key"] == ["year"] and set(known) == {"students", "by"}

@@ -10,7 +10,7 @@ import sqlite3
 import tarfile
 import tempfile
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from qkv.database import open as open_database
 from qkv.database.errors import SkippedRowsWarning, collect_skipped_rows
 from qkv.database.sources.table import SourceLimits, limit_sources
 from qkv.database.storage.folder import is_store_file
-from qkv.errors import ArgumentError, QkvError, unknown_name_error
+from qkv.errors import ArgumentError, QkvError, collect_warnings, unknown_name_error
 from qkv.page import limits
 from qkv.page.components import build_component
 from qkv.util.deadline import DeadlineError, limit_time
@@ -42,6 +42,9 @@ PREVIEW_ROWS = 10
 
 MAX_NAMED_SKIPPED_ROWS = 1000
 """Skipped rows of an upload that are listed."""
+
+MAX_SHOWN_WARNINGS = 5
+"""Warnings about an upload that the page shows."""
 
 SUMMARY_FIELDS = ("rows", "version", "columns", "key", "value", "key_kind", "value_kind")
 
@@ -138,9 +141,9 @@ def upload_table(args: Args, databases: Databases, deadline: float | None = None
         except (KeyError, TypeError, binascii.Error):
             raise ArgumentError("upload: expected the file as base64") from None
     name = str(args["name"])
-    with collect_skipped_rows() as skipped, limit_time(deadline):
+    with collect_skipped_rows() as skipped, collect_warnings() as texts, limit_time(deadline):
         database = load_table(data, name, str(args["format"]), args.get("key"), args.get("value"))
-    return _register_database(name, database, databases, skipped)
+    return _register_database(name, database, databases, skipped, texts)
 
 
 def rekey_database(
@@ -164,7 +167,11 @@ def rekey_database(
 
 
 def _register_database(
-    name: str, database: Database, databases: Databases, skipped: list[SkippedRowsWarning]
+    name: str,
+    database: Database,
+    databases: Databases,
+    skipped: list[SkippedRowsWarning],
+    warning_texts: Sequence[str] = (),
 ) -> dict[str, Any]:
     try:
         databases[name] = database
@@ -172,6 +179,8 @@ def _register_database(
         database.close()
         raise
     reasons = [{"why": str(one), "rows": one.rows[:MAX_NAMED_SKIPPED_ROWS]} for one in skipped]
+    # The page shows other warnings at the same place.
+    reasons += [{"why": text, "rows": []} for text in warning_texts[:MAX_SHOWN_WARNINGS]]
     return {**summarize_database(name, database), "skipped": reasons}
 
 
