@@ -81,7 +81,7 @@ def test_calibrate_corrects_the_confidence(tmp_path: Path, pairs: list[tuple[str
     with qkv.open(tmp_path / "words.qkv", create=True) as D:
         D.extend({"key": key, "value": f"the value of {key}"} for key in keys)
         before = measure_error(D, pairs[44:])
-        assert before > 0.15
+        assert before > 0.2
         calibration = D.calibrate(pairs[:44], coverage=0.4)
         assert calibration.confidence_slope < 1 or calibration.confidence_bias < 0
         assert measure_error(D, pairs[44:]) < before / 2

@@ -513,8 +513,8 @@ class LocalBackend(AnswerBackend):
         if rows and have_different_whole_numbers(self.query, rows[0].key):
             factor *= DIFFERENT_NUMBERS_FACTOR
         else:
-            # A key that is missing is then as likely to be this near as a key with a typo.
-            factor /= 1 + self._find_one_edit(rows)[1]
+            share = self._find_one_edit(rows)[1]
+            factor /= 1 + max(share - MIN_ONE_EDIT_SHARE, 0.0) / (1 - MIN_ONE_EDIT_SHARE)
         return factor
 
     def _find_one_edit(self, rows: list[Row]) -> tuple[str, float]:
@@ -532,7 +532,7 @@ class LocalBackend(AnswerBackend):
     def _one_edit_hint(self, rows: list[Row]) -> str:
         """Return a hint if one letter often makes another key, and the best key differs so."""
         kind, share = self._find_one_edit(rows)
-        if share < MIN_ONE_EDIT_SHARE:
+        if share <= MIN_ONE_EDIT_SHARE:
             return ""
         return (
             f"the best key, {format_one_line(rows[0].key)}, differs by one {kind}, as "

@@ -43,8 +43,9 @@ MAX_COMPARED_TEXTS, ONE_EDIT_RUN, ONE_EDIT_RUNS, MAX_GROUP_PAIRS = 2048, 64, 32,
 length of a run of neighbours, the number of runs, and with how many words of a group each other one
 is compared."""
 
-MIN_ONE_EDIT_SHARE = 0.2
-"""If this share of the keys differ from another one by one letter or digit, a hint says so."""
+MIN_ONE_EDIT_SHARE = 0.5
+"""If more keys than this share differ from another one by one letter or digit, a near key may be
+another one. With fewer, most typos are in other words than those that distinguish the keys."""
 
 LENGTH_OFFSET = 3
 """It is added to both lengths, because few letters hardly change a short text."""
