@@ -228,7 +228,7 @@ def attend(
             ]
             return _join_queries(call, parts)
     if signature is not None:
-        call = user_code.replace_product_function(call)
+        call = user_code.simplify_score(call)
     arguments = (query, key, value, score, weighting, mask, seed)
     with call.fw.plan_quietly():
         choice = choose_engine(call, engine)
@@ -275,7 +275,7 @@ def weights(
                 query, key = evaluated.rows
             return weights(query, key, **options)
     else:
-        call = user_code.replace_product_function(call)
+        call = user_code.simplify_score(call)
     first: A = plan_cache.run_first_call(
         call, choose_engine(call), None if plan else signature, arguments
     )
@@ -385,7 +385,7 @@ def _plan_call(
     if signature is None:
         call = user_code.with_placeholder(call)
     else:
-        call = user_code.replace_product_function(call)
+        call = user_code.simplify_score(call)
     return signature, plan, call, choose_engine(call, engine)
 
 

@@ -45,8 +45,11 @@ def parametrize_cases(
 
 
 def check_engines(check: Callable[..., None], *arguments: Any) -> None:
-    """Run a check with every engine that serves the case; `dense` and `streaming` serve all."""
-    for engine in ENGINES:
+    """Run a check with every engine that serves the case; `dense` and `streaming` serve all.
+
+    None is qkv's own choice: on a CPU, short calls then run in `engines/whole_matrix.py`.
+    """
+    for engine in (*ENGINES, None):
         try:
             check(*arguments[:2], engine, *arguments[2:])
         except SkipTest:

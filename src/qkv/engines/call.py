@@ -117,6 +117,14 @@ class Call:
         dtype = self.fw.dtype_name(self.query)
         return upcast.score.find_lowering(upcast.query, upcast.key, self.tolerance, dtype)
 
+    @lazy_property
+    def summation_dtype(self) -> str:
+        """The dtype of the sums: float32 for 16-bit arrays, and float64 for too large scores."""
+        dtype = self.fw.dtype_name(self.query)
+        if self.exceeds_float32:
+            return "float64"
+        return "float32" if dtype in ("float16", "bfloat16") else dtype
+
     def upcast(self) -> Call:
         """Return the call with 16-bit arrays cast to float32, so that sums run in float32.
 

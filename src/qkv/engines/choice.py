@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
-from qkv.engines import dense, linear, lowered, native, single_row, streaming, triton, weights
+from qkv.engines import (
+    dense,
+    linear,
+    lowered,
+    native,
+    single_row,
+    streaming,
+    triton,
+    weights,
+    whole_matrix,
+)
 from qkv.engines.call import Call
 from qkv.engines.gaussian_pruning import engine as near
 from qkv.errors import EngineError, unknown_name_error
@@ -58,11 +68,14 @@ class EngineChoice:
 
         The returned function may return None. Then the caller must choose an engine again.
         """
-        run: Any = (
-            self.engine.build_runner(call)
-            if hasattr(self.engine, "build_runner")
-            else self.engine.run
-        )
+        # A caller who names an engine gets its own computation.
+        run: Any = whole_matrix.build_runner(call, self.engine) if self.refusals else None
+        if run is None:
+            run = (
+                self.engine.build_runner(call)
+                if hasattr(self.engine, "build_runner")
+                else self.engine.run
+            )
         if not call.wants_weights:
             return run  # type: ignore[no-any-return]
 

@@ -29,7 +29,7 @@ from qkv.engines.validation import build_call, cast_bias, resolve_score_and_weig
 from qkv.errors import QkvError
 from qkv.frameworks import FRAMEWORK_BY_TYPE, find_framework, load_framework, tree
 from qkv.frameworks.tree import SIGNATURE_ATTRIBUTE
-from qkv.scores import Gaussian, Relative, ScaledDot
+from qkv.scores import Constant, Gaussian, Relative, ScaledDot
 from qkv.util.caches import create_table, insert_bounded
 from qkv.util.registry import REGISTRY_VERSION
 from qkv.util.types import Array
@@ -150,8 +150,9 @@ def cache_plan(signature: Signature, call: Call, choice: EngineChoice) -> Plan |
         else Plan(choice, run)
     )
     insert_bounded(PLANS_BY_SIGNATURE, signature, plan, MAX_CACHED_PLANS)
-    # The factor of a product function may be one of its lengths.
-    size_class = None if _is_product_function(call, signature) else _size_class(signature)
+    # The factor of a function that computes a dot product may be one of the lengths.
+    is_exact = type(call.score) is ScaledDot and _replaces_score(call, signature)
+    size_class = None if is_exact else _size_class(signature)
     if size_class is not None:
         insert_bounded(_PLANS_BY_SIZE_CLASS, size_class, plan, MAX_CACHED_PLANS)
     return plan
@@ -182,9 +183,12 @@ def _size_class(signature: Signature) -> Signature | None:
     return leads, widths, n.bit_length(), m.bit_length(), other, score, weighting, mask, *flags
 
 
-def _is_product_function(call: Call, signature: Signature) -> bool:
-    """Return whether the call has a scaled dot product in place of the caller's function."""
-    return type(call.score) is ScaledDot and tree.has_functions(signature[1])
+def _replaces_score(call: Call, signature: Signature) -> bool:
+    """Return whether the call has another score than its arguments: see `simplify_score`."""
+    is_simple = type(call.score) in (ScaledDot, Constant)
+    return (
+        is_simple and tree.holds_values(signature[1]) and not tree.array_leaves(call.fw, call.score)
+    )
 
 
 def _build_plan_function(
@@ -193,8 +197,8 @@ def _build_plan_function(
     """Return `run_plan`, which runs the chosen engine, or the engine's own direct runner."""
     fw = call.fw
     _, score_signature, weighting_signature, mask_signature, *_ = signature
-    product = call.score if _is_product_function(call, signature) else None
-    if product is not None:
+    fixed_score = call.score if _replaces_score(call, signature) else None
+    if fixed_score is not None:
         score_signature = None
     has_parameters = tree.holds_values((score_signature, weighting_signature))
     mask_has_values = tree.holds_values(mask_signature)
@@ -247,7 +251,7 @@ def _build_plan_function(
             fields["bias"] = cast_bias(fw, bias, query)
         if has_parameters:
             fields["score"], fields["weighting"] = resolve_score_and_weighting(
-                score if product is None else product, weighting, fields["bias"]
+                score if fixed_score is None else fixed_score, weighting, fields["bias"]
             )
         if fields["dropout"]:
             fields["seed"] = resolve_seed(fw, seed, query)

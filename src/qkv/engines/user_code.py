@@ -118,18 +118,24 @@ def _find_product_score(call: Call) -> Call | None:
     return other if triton.unsupported_reason(other) is None else None
 
 
-def replace_product_function(call: Call) -> Call:
-    """Return the call with a scaled dot product in place of a function that computes one.
+def simplify_score(call: Call) -> Call:
+    """Return the call with the simplest score that gives the same result.
 
-    This is for calls on a CPU that have a plan: the plan is for one function, so it need not look
-    at the function again.
+    A weighting may ignore the scores, and a function may compute a scaled dot product. This is for
+    calls on a CPU that have a plan: the plan is for one function, so it need not look at it again.
     """
     fw = call.fw
-    if not isinstance(call.score, UserScore) or fw.device_block_numbers(call.query) is not None:
+    if fw.compiles_calls or fw.device_block_numbers(call.query) is not None:
         return call
     if call.at is not None or isinstance(call.key, UnreadArray) or fw.is_traced(call.query):
         return call
-    if call.exceeds_float32 or fw.dtype_name(call.query) == "float64":
+    if call.weighting.ignores_scores and not isinstance(call.score, EvaluatedScore):
+        return call if type(call.score) is Constant else replace(call, score=Constant())
+    if (
+        not isinstance(call.score, UserScore)
+        or call.exceeds_float32
+        or fw.dtype_name(call.query) == "float64"
+    ):
         return call
     if fw.has_empty_axis((*call.lead, call.n, call.m)):
         return call

@@ -119,6 +119,11 @@ def _fits_one_block(call: Call) -> bool:
     return is_one_block and weights.has_matching_leads(call)
 
 
+def fits_one_block(call: Call) -> bool:
+    """Return whether the weights of all queries are computed at once."""
+    return len(_query_spans(call)) < 2
+
+
 def _run_from_lse(call: Call) -> tuple[Array, Array] | None:
     """Return output and weights from a fused kernel's log-sum-exp; None if there is no kernel."""
     if call.rule is None and native.unsupported_reason(replace(call, wants_weights=None)) is None:

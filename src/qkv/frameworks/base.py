@@ -436,6 +436,14 @@ class Framework:
         """Return x y."""
         return x @ y
 
+    def multiplies_16bit(self, x: Array) -> bool:
+        """Return whether `multiply_16bit` supports arrays like x, and is fast."""
+        return False
+
+    def multiply_16bit(self, x: Array, y: Array) -> Array:
+        """Return x y in the 16-bit dtype of y. x is rounded to it; sums are float32."""
+        raise NotImplementedError(f"{self.name} has no fast products of 16 bits")
+
     def inner_products(self, query: Array, key: Array) -> Array:
         """Return QKᵀ."""
         return self.xp.matmul(query, self.xp.matrix_transpose(key))

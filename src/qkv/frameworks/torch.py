@@ -37,7 +37,12 @@ from qkv.frameworks.torch_product_scores import (
     find_product_rows,
     make_score_mod,
 )
-from qkv.frameworks.torch_products import use_tensor_cores
+from qkv.frameworks.torch_products import (
+    HAS_FAST_BFLOAT16,
+    Product16Bit,
+    multiply_keys_16bit,
+    use_tensor_cores,
+)
 from qkv.frameworks.torch_signatures import (
     FixedSignatureBuilder,
     NoSignatureError,
@@ -635,7 +640,17 @@ class Torch(Framework):
         steps = torch.arange(size, dtype=torch.int32, device=like.device)
         return steps if type(start) is int and start == 0 else steps + start
 
+    def multiplies_16bit(self, x: Array) -> bool:
+        return x.is_cpu and x.dtype is torch.bfloat16 and HAS_FAST_BFLOAT16
+
+    def multiply_16bit(self, x: Array, y: Array) -> Array:
+        if self.needs_gradient((x, y)) and x.shape[:-2] == y.shape[:-2]:
+            return Product16Bit.apply(x, y)
+        return x.to(y.dtype) @ y
+
     def inner_products(self, query: Array, key: Array) -> Array:
+        if query.dtype is not key.dtype and key.dtype in HALF_DTYPES:
+            return multiply_keys_16bit(query, key, self.needs_gradient((query, key)))
         if not should_copy_transpose(query, key):
             return query @ key.mT
         if not self.needs_gradient((query, key)):

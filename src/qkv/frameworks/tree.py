@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -259,7 +259,7 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
         learned = getattr(record, "requires_grad", False)
         return ArraySignature(type(record), record.dtype, tuple(record.shape), learned)
     names = field_names(record)
-    if names is not None and attributes is not None and len(attributes) == len(names):
+    if names is not None and attributes is not None and _has_only_fields(attributes, names):
         is_own = type(record).__module__.partition(".")[0] == "qkv"
         if fw.reruns_user_code and not is_own:
             raise UncacheableError
@@ -280,6 +280,11 @@ def record_signature(fw: Framework, record: Any) -> Hashable:
     if type(record) is tuple:
         return tuple(record_signature(fw, item) for item in record)
     raise UncacheableError
+
+
+def _has_only_fields(attributes: dict[str, Any], names: Sequence[str]) -> bool:
+    """Return whether an object has no attributes but its fields and a cached signature."""
+    return len(attributes) - (PAIRS_SIGNATURE_ATTRIBUTE in attributes) == len(names)
 
 
 def code_signature(fw: Framework, function: Any) -> Hashable:
@@ -369,6 +374,8 @@ _SCALAR_TYPES = (int, float, str, type(None))
 _SCALAR_TYPE_SET = frozenset((*_SCALAR_TYPES, bool))
 SIGNATURE_ATTRIBUTE = "_kind_in_calls"
 """The attribute in which a record without arrays caches its signature."""
+PAIRS_SIGNATURE_ATTRIBUTE = "_pairs_signature"
+"""The attribute in which a mask caches the signature of its pairs, if they cannot change."""
 
 # A plain dictionary: torch.compile can read it.
 _FIELD_NAMES_BY_TYPE: dict[type, tuple[str, ...] | None] = create_table("frameworks.field_names")

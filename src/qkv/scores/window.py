@@ -77,6 +77,8 @@ class Window(Score):
 class RankingWindow(Score):
     """s = the window's score where it is positive, else −r²"""
 
+    uses_sum_differences: ClassVar[bool] = True
+
     window: Window
 
     def __call__(self, query: Array, key: Array) -> Array:

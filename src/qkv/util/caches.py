@@ -15,7 +15,7 @@ here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def insert_bounded(table: dict[K, V], key: K, entry: V, max_entries: int) -> Non
 
 
 def get_or_compute(
-    table: dict[Hashable, V], key: Hashable, compute: Callable[[], V], max_entries: int
+    table: dict[K, V], key: K, compute: Callable[[], V], max_entries: int
 ) -> V | None:
     """Return the entry of a key, after computing and inserting it if it is missing.
 

@@ -212,12 +212,9 @@ class Entmax(Weighting):
     def pool_whole_rows(
         self, scores: Array, live: LiveMask, k: Array, value: Array, dropout_mask: DropoutMask
     ) -> Array:
-        fw = get_framework(scores)
         if not self.gathers_candidates(scores):
             return super().pool_whole_rows(scores, live, k, value, dropout_mask)
         weight = self.weights_of_candidates(scores, live, self.alpha - 1, spend=True)
-        if dropout_mask is None and bool(fw.xp.all(fw.xp.isfinite(value))):
-            return fw.xp.matmul(weight, value)
         return pool_by_weights(weight, value, live, dropout_mask, sparse=True)
 
     def candidate_mask(self, scores: Array, live: LiveMask, top: Array, start: Array) -> Array:

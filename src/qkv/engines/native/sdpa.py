@@ -19,8 +19,10 @@ from qkv.engines.native.sdpa_kernel import (
     as_four_axes,
     can_cache_mask,
     fixed_mask,
+    has_slow_backward,
     kernel_mask,
     run_kernel,
+    run_with_short_backward,
 )
 from qkv.engines.native.softmax_dot import MIN_MANY_KEYS, effective_scale
 from qkv.engines.triton_import import has_triton
@@ -288,7 +290,10 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
     def run_checked(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
         if hides_nan and not is_finite(query, key, *((value,) if is_half else ())):
             return None
-        out = sdpa(query, key, value, mask, 0.0, causal)
+        if has_slow_backward((query, key, value)):
+            out = run_with_short_backward((query, key, value), mask, causal, scale)
+        else:
+            out = sdpa(query, key, value, mask, 0.0, causal)
         if needs_gradient:
             allow_second_derivative(out, (query, key, value), mask, causal, scale)
         if is_unmasked:
