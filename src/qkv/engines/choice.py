@@ -69,7 +69,7 @@ class EngineChoice:
         The returned function may return None. Then the caller must choose an engine again.
         """
         # A caller who names an engine gets its own computation.
-        run: Any = whole_matrix.build_runner(call, self.engine) if self.refusals else None
+        run: Any = whole_matrix.build_whole_runner(call, self.engine) if self.refusals else None
         if run is None:
             run = (
                 self.engine.build_runner(call)

@@ -50,7 +50,7 @@ PAIRWISE_SCORES = (Dot, ScaledDot, Cosine, Multiplicative, Additive, Gated)
 Results = tuple[Array | None, Array | None, Array | None]
 
 
-def build_runner(call: Call, engine: ModuleType) -> Callable[[Call], Results] | None:
+def build_whole_runner(call: Call, engine: ModuleType) -> Callable[[Call], Results] | None:
     """Return a function that runs calls with this signature as `engine` does, or None."""
     fw = call.fw
     if fw.name not in ("numpy", "torch") or engine not in (dense, weights):
