@@ -272,3 +272,68 @@ def test_squares_of_products_in_float32(score):
     if score in ("gaussian", "narrow"):
         slope = -difference.sum(2) / kind.bandwidth**2
         np.testing.assert_allclose(tape.gradient(loss, query), slope, rtol=2e-4, atol=2e-4)
+
+
+ROWS = {
+    "finite": [1.0, -2.0, 0.5, 3.0],
+    "infinite": [1.0, np.inf, 0.5, 3.0],
+    "none": [-np.inf] * 4,
+    "nan": [1.0, np.nan, 0.5, 3.0],
+    "large": [3e38, -3e38, 3e38, 0.0],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("live", [None, [True, False, True, True], [False] * 4])
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_the_softmax_of_a_row_that_is_not_finite(monkeypatch, name, live, mode):
+    """TensorFlow's softmax gives NaN where the weights of qkv are 0."""
+    rows = tf.constant([ROWS["finite"], ROWS[name]], tf.float32)
+    allowed = None if live is None else tf.constant([[True] * 4, live])
+    along = tf.constant(np.arange(8.0, dtype=np.float32).reshape(2, 4))
+
+    def run(rows):
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            out = weightings.Softmax().weights(rows, allowed, tf.range(4)[None])
+        return out, tape.gradient(out, rows, along)
+
+    def run_mode():
+        graph = tf.function(run, autograph=False, jit_compile=mode == "xla")
+        return run(rows) if mode == "eager" else graph(rows)
+
+    got = run_mode()
+    monkeypatch.setattr(type(load_framework("tensorflow")), "fused_softmax", lambda *_: None)
+    for x, y in zip(got, run_mode(), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["nothing", "key", "value", "query", "gradient"])
+def test_nonfinite_numbers_do_not_reach_hidden_keys(monkeypatch, where):
+    """Keys that no query may see are set to 0 only if a number is not finite."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (1, 2, 3, 4), "key": (1, 2, 6, 4), "value": (1, 2, 6, 4)}
+    arrays = {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    arrays["gradient"] = rng.normal(size=(1, 2, 3, 4)).astype("float32")
+    if where != "nothing":
+        arrays[where][0, 0, -1] = np.nan
+    live = tf.constant(np.arange(6) < 4)
+
+    def run():
+        *inputs, along = (tf.constant(x) for x in arrays.values())
+
+        @tf.function(autograph=False)
+        def graph(*inputs):
+            with tf.GradientTape() as tape:
+                tape.watch(inputs)
+                out = qkv.attend(*inputs, mask=live)
+            return out, *tape.gradient(out, inputs, along)
+
+        return [x.numpy() for x in graph(*inputs)]
+
+    want = run()
+    module = "qkv.frameworks.tensorflow.MIN_NUMBERS_FOR_BRANCH"
+    monkeypatch.setattr(module, 0)
+    for got, expected in zip(run(), want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert not np.isnan(want[2][:, :, 4:]).any() and not np.isnan(want[3][:, :, 4:]).any()

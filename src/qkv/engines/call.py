@@ -17,6 +17,7 @@ from qkv.errors import FLOAT64_HINT, ArgumentError, DtypeError, format_count
 from qkv.frameworks.base import Framework
 from qkv.frameworks.tree import array_leaves, field_names, format_record, map_arrays
 from qkv.masks import Mask
+from qkv.masks.base import CompoundMask, EvaluatedPairs
 from qkv.scores import Constant, Gaussian, Score, evaluate_block, has_user_code
 from qkv.util.types import Array, Block, LiveMask, Shape, ShardPosition, Span, lazy_property
 from qkv.weightings import Weighting
@@ -222,12 +223,49 @@ def compute_live_pairs(call: Call, block: Block) -> Array | None:
     """
     out = None
     if call.rule is not None and not block.cols.is_unmasked:
-        out = call.rule.allowed_pairs(block)
+        out = _compute_allowed_pairs(call, call.rule, block)
     for name, span in (("q", block.rows), ("k", block.cols)):
         if span.first_new is not None:
             fresh = getattr(block, name) >= span.first_new
             out = fresh if out is None else call.fw.xp.logical_and(out, fresh)
     return out
+
+
+MAX_STATIC_PAIRS = 2**20
+"""A compiled call has the mask of so many pairs as a constant."""
+
+
+def _compute_allowed_pairs(call: Call, rule: Mask, block: Block) -> Array | None:
+    """Return `rule.allowed_pairs(block)`; a rule on positions is a constant of a compiled call."""
+    fw, rows, cols = call.fw, block.rows, block.cols
+    is_split = call.at is not None or (rows.first_new, cols.first_new) != (None, None)
+    if not fw.compiles_calls or is_split or not fw.is_traced(call.query):
+        return rule.allowed_pairs(block)
+    heads = call.lead[-1] if call.lead else 1
+    numbers = (*rows[:2], *cols[:2], block.n, block.m, heads)
+    if not all(type(x) is int for x in numbers) or block.n * block.m > MAX_STATIC_PAIRS:
+        return rule.allowed_pairs(block)
+    axes = {"q": (rows, (-1, 1)), "k": (cols, (1, -1)), "h": (Span(0, heads), (-1, 1, 1))}
+
+    def make_positions(name: str) -> np.ndarray:
+        span, shape = axes[name]
+        return np.arange(span.start, span.start + span.size, dtype=np.int32).reshape(shape)
+
+    host = Block(rows, cols, block.n, block.m, make_positions, block.lead_axes)
+
+    def fold(rule: Mask) -> Mask:
+        if rule.is_static and (allowed := rule.allowed_pairs(host)) is not None:
+            return EvaluatedPairs(fw.array_from_host(allowed, call.query, "bool"))
+        if isinstance(rule, CompoundMask):
+            return type(rule)(*map(fold, rule.operand_masks))
+        return rule
+
+    if not rule.is_static:
+        return fold(rule).allowed_pairs(block)
+    block.static_pairs = allowed = rule.allowed_pairs(host)
+    if allowed is None or allowed.all():
+        return None
+    return fw.array_from_host(allowed, call.query, "bool")
 
 
 def compute_scores(
@@ -253,7 +291,8 @@ def compute_masked_scores(call: Call, block: Block, live: LiveMask) -> Array:
     fw = call.fw
     if call.weighting.ignores_scores:
         live = None
-    query = zero_masked_queries(call, fw.slice_span(call.query, block.rows, -2), live)
+    static = block.static_pairs
+    query = zero_masked_queries(call, fw.slice_span(call.query, block.rows, -2), live, static)
     bias = None if call.bias is None else fw.slice_span(call.bias, block.rows, -2)
     if _fills_scores(call, block, live):
         return fw.fill_unless(compute_scores(call, query, call.key, bias, block), live)
@@ -263,7 +302,8 @@ def compute_masked_scores(call: Call, block: Block, live: LiveMask) -> Array:
             return scores
 
     def compute_safely(query: Array, key: Array) -> Array:
-        return compute_scores(call, query, zero_masked_rows(call, key, live), bias, block)
+        key = zero_masked_rows(call, key, live, static_pairs=static)
+        return compute_scores(call, query, key, bias, block)
 
     if not _checks_scores_in_graph(call, block, live):
         return compute_safely(query, call.key)
@@ -287,7 +327,7 @@ def zero_masked_values(call: Call, block: Block, live: LiveMask) -> Array:
     is_short = is_short and block.rows.size <= call.m
     if pools_by_weights and (is_short or _fills_scores(call, block, live)):
         return call.value  # `pool_by_weights` checks the output
-    return zero_masked_rows(call, call.value, live, is_value=True)
+    return zero_masked_rows(call, call.value, live, True, block.static_pairs)
 
 
 def _fills_scores(call: Call, block: Block, live: LiveMask) -> bool:
@@ -356,36 +396,49 @@ def check_best_scores_finite(
         raise overflow_error(score, weighting, overflows)
 
 
-def zero_masked_rows(call: Call, rows: Array, visible: LiveMask, is_value: bool = False) -> Array:
+def zero_masked_rows(
+    call: Call,
+    rows: Array,
+    visible: LiveMask,
+    is_value: bool = False,
+    static_pairs: np.ndarray | None = None,
+) -> Array:
     """Keep NaN in a masked key or value out of the output: return masked rows (…, c, d) as 0.
 
     A row is masked if no query of the block may attend to it. Its weight is 0, but 0 · NaN is NaN.
     `visible` (…, r, c) is True for the pairs that count; None: all count. Where gradients
     exist, a function of the caller receives masked keys as 0 even if they are finite.
+    `static_pairs` is that of the block.
     """
     fw = call.fw
-    if visible is None:
+    if visible is None or (static_pairs is not None and static_pairs.any(axis=-2).all()):
         return rows
     is_checked = is_value or not fw.has_gradients or not has_user_code(call.score)
     if is_checked and fw.is_surely_finite(rows):
         return rows
-    is_visible = fw.xp.any(visible, axis=-2)[..., None]  # (…, c, 1)
-    lead = fw.static_shape(rows)[:-2]
-    if len(is_visible.shape) > 2 and (lead != call.lead or lead[-1] is None):
-        is_visible = fw.astype(is_visible, fw.dtype_name(rows))
-        sizes = (*fw.dynamic_shape(call.query)[:-2], *fw.dynamic_shape(is_visible)[-2:])
-        is_visible = fw.xp.broadcast_to(is_visible, sizes)
-        is_visible = sum_shared_heads(call, is_visible, fw.dynamic_shape(rows)[:-2]) > 0
-    return fw.fill_unless(rows, is_visible)
+
+    def fill_rows(rows: Array) -> Array:
+        is_visible = fw.xp.any(visible, axis=-2)[..., None]  # (…, c, 1)
+        lead = fw.static_shape(rows)[:-2]
+        if len(is_visible.shape) > 2 and (lead != call.lead or lead[-1] is None):
+            is_visible = fw.astype(is_visible, fw.dtype_name(rows))
+            sizes = (*fw.dynamic_shape(call.query)[:-2], *fw.dynamic_shape(is_visible)[-2:])
+            is_visible = fw.xp.broadcast_to(is_visible, sizes)
+            is_visible = sum_shared_heads(call, is_visible, fw.dynamic_shape(rows)[:-2]) > 0
+        return fw.fill_unless(rows, is_visible)
+
+    return fw.zero_rows_if_nonfinite(rows, fill_rows) if is_checked else fill_rows(rows)
 
 
-def zero_masked_queries(call: Call, query: Array, visible: LiveMask) -> Array:
+def zero_masked_queries(
+    call: Call, query: Array, visible: LiveMask, static_pairs: np.ndarray | None = None
+) -> Array:
     """Keep NaN in a masked query out of the gradients: return masked queries (…, r, d) as 0.
 
-    A query is masked if it may attend to no key of the block. `visible` is that of
-    `zero_masked_rows`.
+    A query is masked if it may attend to no key of the block. `visible` and `static_pairs` are
+    those of `zero_masked_rows`.
     """
-    if visible is None:
+    if visible is None or (static_pairs is not None and static_pairs.any(axis=-1).all()):
         return query
     is_checked = not call.fw.has_gradients or not has_user_code(call.score)
     if is_checked and call.fw.is_surely_finite(query):

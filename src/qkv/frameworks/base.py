@@ -343,6 +343,13 @@ class Framework:
         """
         return self.compiles_calls and _TRANSFORMS.is_excluded
 
+    def zero_rows_if_nonfinite(self, x: Array, zero_rows: ArrayFunction) -> Array:
+        """Return `zero_rows(x)`, which sets some rows to 0; or x if it is finite.
+
+        All users ignore these rows if they are finite, and give them the gradient 0.
+        """
+        return zero_rows(x)
+
     def checks_values(self, x: Array) -> bool:
         """Return whether `is_surely_finite` reads the values of arrays like x."""
         return not self.has_gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,6 +97,35 @@ class TensorFlow(Framework):
 
     def device_of(self, x: Array) -> Any:
         return None
+
+    def zero_rows_if_nonfinite(self, x: Array, zero_rows: ArrayFunction) -> Array:
+        if not self._has_branches(x) or math.prod(x.shape) < MIN_NUMBERS_FOR_BRANCH:
+            return zero_rows(x)
+
+        def run(x: Array) -> Array:
+            is_finite = tf.math.is_finite(tf.reduce_sum(x))
+            return tf.cond(is_finite, lambda: x, lambda: zero_rows(x))
+
+        # A gradient that is not finite must not reach these rows, either.
+        return tf.custom_gradient(lambda x: (run(x), run))(x)
+
+    def _has_branches(self, x: Array) -> bool:
+        """Return whether branches and their gradients cost little: not in `vectorized_map`, and not
+        for unknown lengths in XLA."""
+        return None not in x.shape and "loop_body" not in tf.get_current_name_scope()
+
+    def fused_softmax(self, x: Array, live: Array | None) -> Array | None:
+        if not self._has_branches(x) or 0 in x.shape:
+            return None
+        x = self.fill_unless(x, live, -math.inf)
+        top = tf.reduce_max(tf.stop_gradient(x), axis=-1, keepdims=True)
+        is_finite = tf.math.is_finite(top)
+
+        def compute_safely() -> Array:
+            e = tf.exp(x - tf.where(is_finite, top, tf.zeros_like(top)))
+            return e / self.safe_divisor(tf.reduce_sum(e, axis=-1, keepdims=True))
+
+        return tf.cond(tf.reduce_all(is_finite), lambda: tf.nn.softmax(x), compute_safely)
 
     def sum_differences(self, query: Array, key: Array, power: int) -> Array | None:
         if power != 2 or not self._has_plain_rows(query, key):
@@ -219,6 +249,9 @@ class _LongGraphError(Exception):
 
 _PLAN = _PlanState()
 _EAGER_TYPES = frozenset((type(tf.constant(0.0)), ResourceVariable))
+
+MIN_NUMBERS_FOR_BRANCH = 2**16
+"""An operation on fewer numbers takes less time than a branch."""
 
 MAX_BLOCKS_PER_GRAPH = 8
 """The most blocks of a plan that is traced. The operations of a block take longer than Python."""

@@ -44,6 +44,10 @@ class Band(Mask):
     def is_relative(self) -> bool:
         return self.offset is None or isinstance(self.offset, int)
 
+    @property
+    def is_static(self) -> bool:
+        return self.is_relative
+
     def format_alignment(self) -> str:
         """Return the arguments `align` and `offset` as source text, without defaults."""
         arguments = [] if self.align == "top_left" else [f"align={self.align!r}"]
@@ -168,7 +172,7 @@ def window(
 @dataclass(frozen=True, repr=False)
 class Strided(Mask):
     step: int
-    is_relative = True
+    is_relative = is_static = True
 
     def __repr__(self) -> str:
         return f"strided({self.step})"
@@ -223,6 +227,7 @@ def dilated(window: int, step: int) -> Mask:
 @dataclass(frozen=True, repr=False)
 class GlobalTokens(Mask):
     count: int
+    is_static = True
 
     def __repr__(self) -> str:
         return f"global_tokens({self.count})"

@@ -40,6 +40,11 @@ class Mask(Record):
         """Whether all queries of a sequence see the same keys."""
         return False
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the rule depends only on positions, and has no arrays of the caller."""
+        return False
+
     def allowed_pairs(self, block: Block) -> Array | None:
         """Return booleans that broadcast to the block's scores (…, r, c); None: all count."""
         raise NotImplementedError(f"{type(self).__name__} does not define allowed_pairs(block)")
@@ -118,6 +123,10 @@ class CompoundMask(Mask):
     @property
     def is_shared_by_queries(self) -> bool:
         return all(part.is_shared_by_queries for part in self.operand_masks)
+
+    @property
+    def is_static(self) -> bool:
+        return all(part.is_static for part in self.operand_masks)
 
     def with_arrays_like(self, like: Array) -> Mask:
         return type(self)(*(part.with_arrays_like(like) for part in self.operand_masks))
@@ -269,6 +278,16 @@ class ArrayMask(Mask):
                 f"mask: an array of shape {shape} does not broadcast to the scores' shape {full}: "
                 "it needs one row for each query and one column for each key"
             )
+
+
+@dataclass(frozen=True, repr=False)
+class EvaluatedPairs(Mask):
+    """The booleans of one block, which are known already."""
+
+    values: Array
+
+    def allowed_pairs(self, block: Block) -> Array | None:
+        return self.values
 
 
 NAMES: dict[str, Mask | Callable[..., Mask]] = {}

@@ -29,6 +29,7 @@ class Blocks(Mask):
     layout: np.ndarray[Any, Any]
     size: tuple[int, int]
     static_fields: ClassVar[tuple[str, ...]] = ("layout",)
+    is_static = True
 
     def __repr__(self) -> str:
         return f"blocks({self.layout.shape}, {self.size})"

@@ -180,6 +180,8 @@ class Block:
     m: int
     make_positions: Callable[[str], Array]
     lead_axes: int = 0
+    static_pairs: Array | None = None
+    """The pairs that a static mask allows (…, r, c), in NumPy, if a compiled call has them."""
 
     @lazy_property
     def q(self) -> Array:
