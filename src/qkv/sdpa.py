@@ -12,6 +12,9 @@ from qkv.masks import Mask
 from qkv.util.keyword_hints import forbid_torchscript
 from qkv.util.types import A, Array
 
+TORCH_DTYPES = ("float32", "float64", "float16", "bfloat16")
+"""The dtypes of calls with dropout that PyTorch's own function computes."""
+
 
 class CausalMaskError(CombinationError, RuntimeError):
     """`is_causal` and `attn_mask` are both set, for which PyTorch raises a RuntimeError."""
@@ -39,7 +42,8 @@ def scaled_dot_product_attention(
     - Groups of query heads share a key head only with `enable_gqa`.
     - Nested torch tensors are computed sequence by sequence.
 
-    `seed` is an addition to PyTorch: it makes dropout reproducible, and JAX requires it.
+    `seed` is an addition to PyTorch: it makes dropout reproducible, and JAX requires it. Without
+    it, dropout of torch tensors on a CPU drops the same weights as PyTorch, from its generator.
 
     >>> import numpy as np
     >>> x = np.eye(2)
@@ -53,6 +57,10 @@ def scaled_dot_product_attention(
         )
     if is_array(enable_gqa):
         raise DtypeError("enable_gqa must be True or False, not an array")
+    if is_causal and hasattr(attn_mask, "variant"):
+        raise CausalMaskError(
+            "CausalBias should not be used with causal=True: the mask is causal itself"
+        )
     if is_causal and attn_mask is not None:
         raise CausalMaskError(
             "Explicit attn_mask should not be set when is_causal=True: pass one of them, or "
@@ -74,6 +82,14 @@ def scaled_dot_product_attention(
         ]
         packed: A = fw.pack_nested(parts, query)
         return packed
+    if dropout_p and seed is None and _draws_as_torch(query, key, value, attn_mask, dropout_p):
+        import torch
+
+        run: Any = torch._C._nn.scaled_dot_product_attention  # F's name may stand for this function
+        dropped: A = run(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return dropped
     heads = [x.shape[-3] for x in (query, key, value) if len(getattr(x, "shape", ())) > 2]
     if not enable_gqa and len({size for size in heads if size != 1}) > 1:
         raise ArgumentError(
@@ -85,6 +101,27 @@ def scaled_dot_product_attention(
         mask = masks.causal
     score = scores.ScaledDot(scale)
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
+
+
+def _draws_as_torch(query: Any, key: Any, value: Any, mask: Any, dropout_p: Any) -> bool:
+    """Return whether PyTorch's own function computes this call with dropout, with equal meaning.
+
+    On a CPU its rows without keys are 0, as here. It takes no shapes that need other rules.
+    """
+    fw, rows = find_framework(query), (query, key, value)
+    if fw is None or fw.name != "torch" or type(dropout_p) is not float or not 0 < dropout_p < 1:
+        return False
+    others = rows[1:] if mask is None else (*rows[1:], mask)
+    if any(find_framework(x) is not fw or x.device.type != "cpu" for x in (query, *others)):
+        return False
+    if fw.is_traced(query) or fw.in_functional_transform():  # type: ignore[attr-defined]
+        return False
+    if {x.dtype for x in rows} != {query.dtype} or fw.dtype_name(query) not in TORCH_DTYPES:
+        return False
+    if mask is not None and fw.dtype_name(mask) not in ("bool", fw.dtype_name(query)):
+        return False
+    leads = {x.shape[:-2] for x in rows}
+    return query.ndim in (3, 4) and len(leads) == 1 and key.shape[-2] == value.shape[-2] > 0
 
 
 def _mask_from_torch(mask: Any, query: Array, key: Array) -> Mask:

@@ -288,3 +288,32 @@ def test_a_generator_seen_before_does_not_stop_the_compiler():
 
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(query, key, value), attend(query, key, value))
+
+
+@pytest.mark.parametrize("masked", ["no mask", "causal", "bool", "float"])
+def test_sdpa_drops_the_weights_that_pytorch_drops(masked):
+    query, key, value = (torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3))
+    options = {
+        "no mask": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": torch.rand(6, 6) > 0.5},
+        "float": {"attn_mask": torch.randn(6, 6)},
+    }[masked]
+    if masked == "bool":
+        options["attn_mask"][2] = False  # a row without keys is 0
+    found = []
+    for function in (
+        qkv.scaled_dot_product_attention,
+        torch.nn.functional.scaled_dot_product_attention,
+    ):
+        torch.manual_seed(0)
+        out = function(query, key, value, dropout_p=0.4, **options)
+        found.append((out, *torch.autograd.grad(out.sum(), (query, key, value))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert masked != "bool" or not found[0][0][:, :, 2].any()
+    first, second = (
+        qkv.scaled_dot_product_attention(query, key, value, dropout_p=0.4, seed=1, **options)
+        for _ in range(2)
+    )
+    torch.testing.assert_close(first, second)
