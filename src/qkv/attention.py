@@ -610,7 +610,8 @@ def attend_rows(
                 return to_framework_array(fw, approximate, query)
         call = Call(query, rows.key, rows.value, score, weighting)
         if fw.name == "numpy":
-            if not rows.reads_chunks_separately and call.n * rows.shape[0] <= MAX_STORED_WEIGHTS:
+            weights = call.n * rows.shape[0]
+            if not rows.reads_chunks_separately and 0 < weights <= MAX_STORED_WEIGHTS:
                 out = linear.run_stored(call)
                 if out is None:
                     wide = query.astype(np.result_type(query, np.float32), copy=False)

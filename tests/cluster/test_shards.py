@@ -163,7 +163,7 @@ def test_rows_that_are_nearly_alike_come_by_their_weights(tmp_path: Path, where:
 
 
 def test_approximate_is_checked(tmp_path: Path) -> None:
-    """A cluster reads all rows, but its `attend` takes no other numbers than a database."""
+    """Without an index, a cluster reads all rows; it takes no other numbers than a database."""
     path = tmp_path / "s.qkv"
     with qkv.open(path, create=True) as made:
         made.add(np.eye(4), np.arange(4.0))

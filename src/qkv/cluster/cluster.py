@@ -13,6 +13,7 @@ from qkv.cluster.query import ShardedQueryExecutor, ShardedView
 from qkv.cluster.shard_set import DifferentiableJob, ShardSet, assign_stores
 from qkv.database.database import ReadableDatabase
 from qkv.database.errors import KeyNotFoundError, warn_no_rows
+from qkv.database.index.approximate import SearchPlan, attend_approximately, check_approximate
 from qkv.database.table import cells
 from qkv.database.table.schema import as_pairs, has_several_keys
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, validate_sizes
@@ -131,7 +132,7 @@ class Cluster(ReadableDatabase[Any, Any]):
         weighting: WeightingLike,
         where: Any,
         bound_options: dict[str, float | None],
-        approximate: bool | float | None = None,  # a cluster reads all rows
+        approximate: bool | float | None = None,
     ) -> Array:
         if get_framework(code.code).is_abstract(code.code):
             raise FrameworkError(
@@ -141,9 +142,15 @@ class Cluster(ReadableDatabase[Any, Any]):
 
         tolerance, fw = bound_options["tolerance"], get_framework(code.code)
         if approximate is not None and approximate is not False:
-            from qkv.database.index.approximate import check_approximate
+            missing_weight = check_approximate(approximate, tolerance)
 
-            check_approximate(approximate, tolerance)
+            def make_plan(score: Score, weighting: Weighting) -> SearchPlan | str:
+                executor = ShardedQueryExecutor(view, score, weighting, where, 1, None)
+                return executor.plan_search(missing_weight)
+
+            out = attend_approximately(view, code, score, weighting, make_plan)
+            if out is not None:
+                return out
         if tolerance is not None and not fw.needs_gradient(
             [code.code, *tree.array_leaves(fw, (score, weighting))]
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
@@ -11,19 +11,20 @@ import numpy as np
 
 from qkv import partial_attention
 from qkv.answer_backend import SourceRows
+from qkv.cluster.approximate import plan_sharded_search
 from qkv.cluster.shard import Job, SliceResult, SliceSoftmax, SoftmaxNormalizer
 from qkv.cluster.shard_set import SentJob, ShardedSnapshot
 from qkv.database.errors import LostShardError
 from qkv.database.filter.expressions import PartialTableCondition
+from qkv.database.index.approximate import SearchPlan, ShardedExecutor
 from qkv.database.query.calibration import Calibration
-from qkv.database.query.executor import QueryExecutor
 from qkv.database.query.scan import MAX_SCORES_PER_BATCH, ScaledSquareSum, merge_square_sums
-from qkv.database.table.row_selection import RowSelection
-from qkv.database.table.view import TableView
+from qkv.database.table.row_selection import CandidateRows, RowSelection
+from qkv.database.table.view import MAX_GATHERED_ROWS, TableView
 from qkv.errors import CombinationError, format_plural
 from qkv.frameworks import is_array, load_framework, to_numpy
 from qkv.frameworks.ragged import EncodedQuery
-from qkv.frameworks.stored_rows import WeighedRows
+from qkv.frameworks.stored_rows import RowChunk, StoredRows, WeighedRows
 from qkv.scores import Score
 from qkv.weightings import Hard, State, Weighting, WeightingLike
 from qkv.weightings.error_bound import ErrorBound
@@ -134,7 +135,37 @@ class ShardedView(TableView):
         lows, highs = zip(*bounds, strict=True)
         return np.min(lows, axis=0), np.max(highs, axis=0)
 
-    def open_vectors(self, *_: Any, **__: Any) -> Any:
+    def read_tensor_at(self, name: str, positions: np.ndarray) -> np.ndarray:
+        flat = positions.reshape(-1)
+        if not len(flat):
+            dtype, dims = self.snapshot.tensor_type(name)
+            return np.zeros((*positions.shape, *dims), dtype)
+        read = np.asarray(self.snapshot.read_tensor(name, flat))
+        return read.reshape(*positions.shape, *read.shape[1:])
+
+    def _gather_rows(self, positions: np.ndarray, value_name: str) -> RowChunk:
+        value = self.read_tensor_at(value_name, positions) if value_name else None
+        scale = self.read_tensor_at("scale", positions) if self.is_int8 else None
+        return RowChunk(self.read_tensor_at("code", positions), value, scale=scale)
+
+    def _read_rows_at(self, positions: np.ndarray, value_name: str) -> Iterator[RowChunk]:
+        for start in range(0, len(positions), MAX_GATHERED_ROWS):
+            yield self._gather_rows(positions[start : start + MAX_GATHERED_ROWS], value_name)
+
+    @cached_property
+    def _key_sample(self) -> np.ndarray:
+        shard, slice = self.snapshot.slices[0]
+        request = shard, "run", ([slice], None, "read_view", "_key_sample")
+        sample: np.ndarray = self.snapshot.shard_set.workers.call_each([request])[0][0]
+        return sample
+
+    @cached_property
+    def _is_memory_scarce(self) -> bool:
+        return False  # only few rows are read here
+
+    def open_vectors(self, selection: RowSelection | None = None, **options: Any) -> StoredRows:
+        if isinstance(selection, CandidateRows):
+            return super().open_vectors(selection, **options)
         raise CombinationError(
             "the rows are in shards, but this call needs all vectors in one process: open the "
             "database itself with qkv.open"
@@ -197,10 +228,8 @@ class ShardedWeights:
         return np.concatenate(weights).astype(dtype or self.weights.dtype, copy=False)
 
 
-class ShardedQueryExecutor(QueryExecutor):
+class ShardedQueryExecutor(ShardedExecutor):
     """A `QueryExecutor` that sends queries to the shards and merges the results."""
-
-    index_refusal = "a cluster reads all rows"
 
     view: ShardedView
 
@@ -243,7 +272,12 @@ class ShardedQueryExecutor(QueryExecutor):
 
     def without_row(self, position: int) -> ShardedQueryExecutor:
         options = (self.top, self.tolerance, self.calibration, self.frame_library, None, position)
-        return ShardedQueryExecutor(self.view, self.score, self.weighting, self.where, *options)
+        made = ShardedQueryExecutor(self.view, self.score, self.weighting, self.where, *options)
+        made.row_count, made.missing_value_count = self.row_count - 1, self.missing_value_count
+        return made
+
+    def plan_search(self, missing_weight: float) -> SearchPlan | str:
+        return plan_sharded_search(self, missing_weight)
 
     def _scan_with_hard_weights(self) -> ShardedQueryExecutor:
         options = (1, None, "", None, None, self._excluded_position)

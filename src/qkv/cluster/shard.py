@@ -14,6 +14,7 @@ import numpy as np
 
 from qkv import attention, partial_attention
 from qkv.cluster import stores
+from qkv.cluster.slice_search import SliceSearch, search_slice
 from qkv.database.database import Database
 from qkv.database.database import open as open_database
 from qkv.database.errors import (
@@ -272,6 +273,25 @@ class SliceEvaluator:
             weighed.scaled_scores,
         )
         return SliceSoftmax(lse, bound, weighed.rows_read, heaviest, weighed.refusal)
+
+    def search_index(self, missing_weight: float, effort: int, count: int) -> SliceSearch:
+        """Return the rows that the indexes of this slice find; see `search_slice`."""
+        job = self.job
+        found = search_slice(
+            self.view,
+            self.executor.selection,
+            job.query,
+            job.score,
+            job.weighting,
+            missing_weight,
+            effort,
+            count,
+        )
+        origin = self.slice.origin
+        return found._replace(
+            positions=np.where(found.positions < 0, -1, found.positions + origin),
+            scanned=found.scanned + origin,
+        )
 
     def finish_result(self, state: State, top: int, ranked: int) -> SliceResult:
         """Return the slice's result; `state` is the weighting's merged state of all slices."""

@@ -660,10 +660,14 @@ class ReadableDatabase(Closable, Displayable, Generic[K, V]):
         if where is not None and not selection.row_count:
             warn_no_rows(view.why_none_pass(where))
         if approximate is not None and approximate is not False:
-            from qkv.database.index.approximate import attend_approximately, check_approximate
+            from qkv.database.index import approximate as index
 
-            missing_weight = check_approximate(approximate, bound_options["tolerance"])
-            out = attend_approximately(view, code, score, weighting, selection, missing_weight)
+            missing_weight = index.check_approximate(approximate, bound_options["tolerance"])
+
+            def make_plan(score: Score, weighting: Any) -> index.SearchPlan | str:
+                return index.plan_search(view, score, weighting, selection, missing_weight)
+
+            out = index.attend_approximately(view, code, score, weighting, make_plan)
             if out is not None:
                 return out
         rows = view.open_vectors(selection, value=True, sparse_positions=code.sparse_positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,6 +88,18 @@ def check_approximate(approximate: Any, tolerance: Any) -> float:
     return float(approximate)
 
 
+class SearchRefusedError(Exception):
+    """A search cannot be completed, so the answer is exact."""
+
+
+class ShardedExecutor(QueryExecutor, ABC):
+    """An executor of rows in shards, which search their own indexes."""
+
+    @abstractmethod
+    def plan_search(self, missing_weight: float) -> SearchPlan | str:
+        """Return how to find rows with the indexes, or why all rows must be scanned."""
+
+
 @dataclass(frozen=True)
 class SearchPlan:
     """How to find rows for a score and a weighting.
@@ -120,7 +133,33 @@ class SearchPlan:
             self.conditional,
         )
 
-    def describe(self, effort: Effort, rows: int, total: int) -> str:
+    @property
+    def total(self) -> int:
+        """The number of all rows."""
+        return self.row_index.total
+
+    def count_rows(self, executor: QueryExecutor, rest: Any) -> tuple[int, int]:
+        """Return the numbers of rows that may take part, and of those without a value."""
+        return executor.row_count, executor.missing_value_count
+
+    def count_rows_read(self, candidates: int, rest: Any) -> int:
+        """Return how many rows were read in full, for the number of candidates of a query."""
+        return candidates
+
+    def estimate_missing_weight(
+        self, effort: Effort, candidates: np.ndarray, rest: Any, weighed: WeighedRows, i: int
+    ) -> MissingWeight:
+        """Return the estimated weight of the rows other than the candidates of query i.
+
+        `rest` is the estimated log Σ exp(score) over these rows.
+        """
+        assert weighed.lse is not None
+        estimate = share_of_rest(rest, float(weighed.lse[i]))
+        # For a query unlike the keys, the measured ratios mean nothing.
+        is_like_keys = float(weighed.best_score[i]) >= self.min_best_score
+        return effort.correct_estimate(estimate, self.has_interval and is_like_keys)
+
+    def describe(self, effort: Effort, rows: int, total: int, rest: Any = None) -> str:
         """Return the text that says how much was read with an effort."""
         more = "" if self.selection.mask is None else "or more "
         return (
@@ -141,7 +180,7 @@ class SearchPlan:
 
     def to_candidates(self, positions: np.ndarray) -> CandidateRows:
         """Return the rows at ascending positions."""
-        return CandidateRows(self.row_index.total, positions, self.selection.missing_count)
+        return CandidateRows(self.total, positions, self.selection.missing_count)
 
 
 def plan_search(
@@ -174,6 +213,59 @@ def _make_plan(
     selection: RowSelection,
     missing_weight: float,
 ) -> SearchPlan | str:
+    metric = choose_metric(view, score, weighting)
+    if isinstance(metric, str):
+        return metric
+    report = IndexReport.read_from_view(view)
+    efforts = choose_efforts(
+        report, view.setting_number("encoded"), metric, weighting, missing_weight
+    )
+    if isinstance(efforts, str):
+        return efforts
+    assert report is not None
+    scaled = scale_by_temperature(metric, weighting)
+    assert scaled is not None
+    unscaled_slope, metric = metric.slope, scaled
+    limit = missing_weight if type(weighting) is Softmax else None
+    if selection.row_count <= max(2 * efforts[0].rows, MAX_SCANNED_ROWS):
+        return "few rows pass the condition" if selection.mask is not None else "there are few rows"
+    try:
+        index = open_row_index(view, metric.name)
+    except MissingExtraError:
+        return 'faiss is not installed: pip install "qkv[index]"'
+    if not index.parts or len(index.unindexed) > MAX_UNINDEXED_SHARE * index.total:
+        return NO_PART_MESSAGE
+    if index.total != len(view.ids):
+        return "some rows could not be read"
+    efforts = tuple(replace(x, lists=index.scale_lists(x.lists, report.indexed)) for x in efforts)
+    conditional = None
+    if limit is None and report.rows_by_share:
+        conditional = _plan_conditional_search(report, index, weighting)
+    has_interval = selection.mask is None and report.has_interval(
+        view.snapshot.last_id, len(view), metric.slope
+    )
+    min_best_score = report.min_similarity * unscaled_slope
+    has_few_best_rows = (
+        isinstance(weighting, TopK)
+        and weighting.k <= best_rows.MAX_BEST_ROWS
+        and not len(index.unindexed)
+        and (view.has_only_number_keys or not view.schema.can_pool_values)
+    )
+    return SearchPlan(
+        index,
+        metric,
+        selection,
+        efforts,
+        limit,
+        has_interval,
+        min_best_score,
+        has_few_best_rows,
+        conditional,
+    )
+
+
+def choose_metric(view: TableView, score: Score, weighting: Weighting) -> IndexMetric | str:
+    """Return how an index compares vectors for this call, or why no index can serve it."""
     if score.compares_keys:
         return "keys are compared themselves"
     if view.has_sparse_vectors:
@@ -183,8 +275,21 @@ def _make_plan(
         return metric
     if type(weighting) not in (Softmax, Hard, TopK):
         return f"an index cannot serve the weighting {type(weighting).__name__}"
-    report = IndexReport.read_from_view(view)
-    if report is None or report.encoded != view.setting_number("encoded"):
+    return metric
+
+
+def choose_efforts(
+    report: IndexReport | None,
+    encoded: int,
+    metric: IndexMetric,
+    weighting: Weighting,
+    missing_weight: float,
+) -> tuple[Effort, ...] | str:
+    """Return the searches to try in turn, or why the index cannot serve the call.
+
+    `encoded` is the number of the store's encoding, and `metric` that of the score.
+    """
+    if report is None or report.encoded != encoded:
         return "there is no index: call D.index()"
     if not report.efforts:
         return "the index could not be measured" if report.indexed else NO_PART_MESSAGE
@@ -196,11 +301,10 @@ def _make_plan(
     scaled = scale_by_temperature(metric, weighting)
     if scaled is None:
         return "an index needs one temperature"
-    unscaled_slope = metric.slope
-    metric, efforts, limit = scaled, report.efforts, None
+    efforts = report.efforts
     if type(weighting) is Softmax:
         # The missing weights were measured for one slope. For another one, the estimates decide.
-        limit, is_measured = missing_weight, report.is_slope_measured(metric.slope)
+        is_measured = report.is_slope_measured(scaled.slope)
         efforts = tuple(
             x
             for x in efforts
@@ -220,39 +324,7 @@ def _make_plan(
                 return f"the weighting needs {rows:,} rows, and the index was not measured for them"
             effort = larger[0]
         efforts = (replace(effort, rows=rows),)
-    if selection.row_count <= max(2 * efforts[0].rows, MAX_SCANNED_ROWS):
-        return "few rows pass the condition" if selection.mask is not None else "there are few rows"
-    try:
-        index = open_row_index(view, metric.name)
-    except MissingExtraError:
-        return 'faiss is not installed: pip install "qkv[index]"'
-    if not index.parts or len(index.unindexed) > MAX_UNINDEXED_SHARE * index.total:
-        return NO_PART_MESSAGE
-    if index.total != len(view.ids):
-        return "some rows could not be read"
-    efforts = tuple(replace(x, lists=index.scale_lists(x.lists, report.indexed)) for x in efforts)
-    conditional = None
-    if limit is None and report.rows_by_share:
-        conditional = _plan_conditional_search(report, index, weighting)
-    has_interval = selection.mask is None and report.has_interval(view, metric.slope)
-    min_best_score = report.min_similarity * unscaled_slope
-    has_few_best_rows = (
-        isinstance(weighting, TopK)
-        and weighting.k <= best_rows.MAX_BEST_ROWS
-        and not len(index.unindexed)
-        and (view.has_only_number_keys or not view.schema.can_pool_values)
-    )
-    return SearchPlan(
-        index,
-        metric,
-        selection,
-        efforts,
-        limit,
-        has_interval,
-        min_best_score,
-        has_few_best_rows,
-        conditional,
-    )
+    return efforts
 
 
 def _plan_conditional_search(
@@ -282,13 +354,16 @@ def answer_approximately(
             return _answer_queries(executor, queries, missing_weight)
         except IndexDamagedError as error:
             forget_damaged_index(executor.view, error)
+        except SearchRefusedError as error:
+            return _answer_exactly(executor, queries, str(error))
 
 
 def _answer_queries(executor: QueryExecutor, queries: Any, missing_weight: float) -> list[Answer]:
-    if executor.index_refusal:
-        return _answer_exactly(executor, queries, executor.index_refusal)
-    view = executor.view
-    plan = plan_search(view, executor.score, executor.weighting, executor.selection, missing_weight)
+    if isinstance(executor, ShardedExecutor):
+        plan = executor.plan_search(missing_weight)
+    else:
+        components = executor.score, executor.weighting, executor.selection
+        plan = plan_search(executor.view, *components, missing_weight)
     if isinstance(plan, str):
         return _answer_exactly(executor, queries, plan)
     if not len(queries):
@@ -426,15 +501,14 @@ def _answer_batch(
         weighed = _weigh_found_rows(executor, plan, code[left], found.positions)
         keeps_weights = len(queries) * effort.rows <= MAX_CACHED_WEIGHTS_PER_BATCH
         too_little = []
-        for i, log_rest, (positions, row) in zip(
-            left.tolist(), found.log_rest.tolist(), weighed, strict=True
-        ):
+        rests = found.list_rests()
+        for i, rest, (positions, row) in zip(left.tolist(), rests, weighed, strict=True):
             check_deadline()
             one = queries[i : i + 1]
             if not len(positions):
                 answers[i] = _answer_exactly(executor, one, "the index found no row")[0]
                 continue
-            run = CandidateExecutor(executor, plan, plan.to_candidates(positions), log_rest, effort)
+            run = CandidateExecutor(executor, plan, plan.to_candidates(positions), rest, effort)
             vars(run)["component_names"] = names
             row = run.compute_weights(one, True)[0] if row is None else row
             missing = run.estimate_missing_weight(row, 0)
@@ -461,7 +535,7 @@ def _weigh_found_rows(
     """
     if found.shape[1] + len(plan.unindexed) > MAX_GATHERED_ROWS:
         return [(plan.select_candidates(at[at >= 0]).positions, None) for at in found]
-    view, total = executor.view, plan.row_index.total
+    view, total = executor.view, plan.total
     rows = Candidates(
         own=np.sort(np.where(found < 0, total, found), axis=1),
         shared=plan.unindexed,
@@ -494,7 +568,7 @@ def _answer_exactly(executor: QueryExecutor, queries: Any, why: str) -> list[Ans
 class CandidateExecutor(QueryExecutor):
     """Builds the answer to one query from some rows.
 
-    `log_rest` is the estimated log Σ exp(score) of the other rows.
+    `rest` is the estimated log Σ exp(score) of the other rows, as the plan needs it.
     """
 
     def __init__(
@@ -502,7 +576,7 @@ class CandidateExecutor(QueryExecutor):
         executor: QueryExecutor,
         plan: SearchPlan,
         candidates: CandidateRows,
-        log_rest: float,
+        rest: Any,
         effort: Effort,
     ) -> None:
         super().__init__(
@@ -516,10 +590,11 @@ class CandidateExecutor(QueryExecutor):
             executor.frame_library,
         )
         self.exact_executor, self.plan, self.effort = executor, plan, effort
-        self.candidates, self.log_rest = candidates, log_rest
+        self.candidates, self.rest = candidates, rest
         vars(self)["index_hint"] = ""
         # The rows that may take part, not only those that are read.
-        self.row_count, self.where = executor.row_count, executor.where
+        self.row_count, self.missing_value_count = plan.count_rows(executor, rest)
+        self.where = executor.where
 
     def without_row(self, position: int) -> QueryExecutor:
         exact = self.exact_executor.without_row(position)
@@ -527,7 +602,9 @@ class CandidateExecutor(QueryExecutor):
         candidates = CandidateRows(
             self.candidates.total, positions[positions != position], self.candidates.missing_count
         )
-        return CandidateExecutor(exact, self.plan, candidates, self.log_rest, self.effort)
+        executor = CandidateExecutor(exact, self.plan, candidates, self.rest, self.effort)
+        executor.row_count = self.row_count - 1
+        return executor
 
     def _build_answer(
         self,
@@ -539,9 +616,11 @@ class CandidateExecutor(QueryExecutor):
         best: np.ndarray | None = None,
     ) -> Answer:
         effort = self.effort
-        text = self.plan.describe(effort, self.candidate_count, self.row_count)
+        rows = self.plan.count_rows_read(self.candidate_count, self.rest)
+        text = self.plan.describe(effort, rows, self.row_count, self.rest)
         answer = super()._build_answer(query, weighed, i, keeps_weights, text, best)
         fields = vars(answer)
+        fields["rows_read"] = rows
         fields["error_bound"], fields["recall"] = 1.0, effort.recall
         fields["missing_weight"] = self.estimate_missing_weight(weighed, i)
         return answer
@@ -553,10 +632,8 @@ class CandidateExecutor(QueryExecutor):
         """Return the estimated weight of the other rows; None if only the best rows are wanted."""
         if self.plan.missing_weight is None or weighed.lse is None:
             return None
-        estimate = share_of_rest(self.log_rest, float(weighed.lse[i]))
-        # For a query unlike the keys, the measured ratios mean nothing.
-        is_like_keys = float(weighed.best_score[i]) >= self.plan.min_best_score
-        return self.effort.correct_estimate(estimate, self.plan.has_interval and is_like_keys)
+        candidates = self.candidates.positions
+        return self.plan.estimate_missing_weight(self.effort, candidates, self.rest, weighed, i)
 
 
 def attend_approximately(
@@ -564,19 +641,20 @@ def attend_approximately(
     code: EncodedQuery,
     score: Score,
     weighting: WeightingLike,
-    selection: RowSelection,
-    missing_weight: float,
+    make_plan: Callable[[Score, Weighting], SearchPlan | str],
 ) -> Array | None:
     """Return the output (n, d_v) over the rows that the index finds, with gradients.
 
-    Return None if the index cannot serve the call.
+    `make_plan` returns the plan for a score and a weighting with NumPy arrays. Return None if the
+    index cannot serve the call.
     """
-    arguments = view, code, score, weighting, selection, missing_weight
     while True:
         try:
-            return _attend_with_index(*arguments)
+            return _attend_with_index(view, code, score, weighting, make_plan)
         except IndexDamagedError as error:
             forget_damaged_index(view, error)
+        except SearchRefusedError:
+            return None
 
 
 def _attend_with_index(
@@ -584,16 +662,13 @@ def _attend_with_index(
     code: EncodedQuery,
     score: Score,
     weighting: WeightingLike,
-    selection: RowSelection,
-    missing_weight: float,
+    make_plan: Callable[[Score, Weighting], SearchPlan | str],
 ) -> Array | None:
     query = code.code
     fw = get_framework(query)
     if code.sparse_positions is not None or not len(query) or fw.is_abstract(query):
         return None
-    plan = plan_search(
-        view, _to_host(score), _to_host(weightings.resolve(weighting)), selection, missing_weight
-    )
+    plan = make_plan(_to_host(score), _to_host(weightings.resolve(weighting)))
     if isinstance(plan, str):
         return None
     outs = []

@@ -188,12 +188,13 @@ class IndexReport:
         # Another thread may clear the cache.
         cached: tuple[IndexReport | None] | None = view.index_cache.get("report")
         if cached is None:
-            view.index_cache["report"] = cached = (cls._parse_settings(view),)
+            view.index_cache["report"] = cached = (cls.parse_settings(view.settings),)
         return cached[0]
 
     @classmethod
-    def _parse_settings(cls, view: TableView) -> IndexReport | None:
-        stored = view.settings.get("index")
+    def parse_settings(cls, settings: dict[str, Any]) -> IndexReport | None:
+        """Return the report in the settings of a store, or None if there is no valid one."""
+        stored = settings.get("index")
         if not isinstance(stored, dict) or {x.name for x in fields(cls)} != stored.keys():
             return None
         if stored["metric"] not in METRICS or not isinstance(stored["efforts"], list):
@@ -213,10 +214,10 @@ class IndexReport:
         """Return whether the missing weights were measured for about this slope."""
         return abs(slope - self.slope) <= MAX_SLOPE_CHANGE * self.slope
 
-    def has_interval(self, view: TableView, slope: float) -> bool:
-        """Return whether the measured interval holds for these rows and this slope."""
-        added = view.snapshot.last_id - self.last
-        changed = added + (self.rows + added - len(view))
+    def has_interval(self, last_id: int, row_count: int, slope: float) -> bool:
+        """Return whether the measured interval holds for the rows of a version and this slope."""
+        added = last_id - self.last
+        changed = added + (self.rows + added - row_count)
         return (
             self.queries >= MIN_QUERIES
             and self.is_slope_measured(slope)

@@ -63,16 +63,55 @@ class ConditionalSearch(NamedTuple):
     max_missed: float
 
 
+class ListMasses(NamedTuple):
+    """The estimated weights of the lists, for n queries.
+
+    - `log_unread` (n,): log Σ exp(score) over the rows of all lists that were not read
+    - `log_read` (n,): the same for the lists that were read
+    - `rows` (n,): the number of rows in the lists that were read
+    """
+
+    log_unread: np.ndarray
+    log_read: np.ndarray
+    rows: np.ndarray
+
+    def estimate_rest(self, slope: float, nearness: np.ndarray) -> np.ndarray:
+        """Return the estimated log Σ exp(score), (n,), over the rows that were not found.
+
+        `nearness` (n, c) are the similarities of those that were found; −∞ fills up the end. In the
+        lists that were read, no other row is nearer than the last one that was found.
+        """
+        is_found = nearness > -np.inf
+        left = self.rows - is_found.sum(axis=1)
+        last = nearness.min(axis=1, initial=np.inf, where=is_found).astype(float)
+        with np.errstate(divide="ignore"):
+            most = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + slope * last, -np.inf)
+        most = np.where(np.isfinite(last), most, np.inf)
+        unread = np.where(left > 0, np.minimum(most, self.log_read), -np.inf)
+        return np.asarray(np.logaddexp(self.log_unread, unread))
+
+
 class FoundRows(NamedTuple):
     """The rows that a search has found, for n queries.
 
     - `positions` (n, c): for each query the positions of its rows, by their codes the nearest
       first; −1 fills up the end
     - `log_rest` (n,): the estimated log Σ exp(score) over all indexed rows that were not found
+    - `nearness` (n, c): the similarities of the rows by their codes
+    - `masses`: from which `log_rest` was estimated
+
+    Without an estimate, `log_rest` is NaN, and the last two may be None.
     """
 
     positions: np.ndarray
     log_rest: np.ndarray
+    nearness: np.ndarray | None = None
+    masses: ListMasses | None = None
+
+    def list_rests(self) -> list[Any]:
+        """Return `log_rest` for each query."""
+        rests: list[Any] = self.log_rest.tolist()
+        return rests
 
     def list_positions(self) -> list[np.ndarray]:
         """Return for each query the positions of the rows that were found."""
@@ -115,6 +154,15 @@ class _IndexedPart(NamedTuple):
     start: int
     live_count: int
     first_list: int
+
+    def count_rows(self) -> np.ndarray:
+        """Return the number of rows in each list (L,), with those that were deleted."""
+        index = self.segment_index
+        if self.rows == index.rows:
+            return index.counts
+        is_counted = np.zeros(index.rows, bool)
+        is_counted[self.begin : self.begin + self.rows] = True
+        return index.count_rows(is_counted)
 
 
 class _IndexedGroup:
@@ -206,7 +254,9 @@ class RowIndex:
         self._groups = [_IndexedGroup(*item) for item in groups.items()]
         self.parts = [part for group in self._groups for part in group.present_parts]
         self.total = start
-        built = self._sum_over_parts([part.segment_index.counts for part in self.parts])
+        self._share_of_version = view.snapshot.share_of_version
+        self._part_counts = [part.count_rows() for part in self.parts]
+        built = self._sum_over_parts(self._part_counts)
         self._numbers = np.flatnonzero(built)
         """The numbers of the lists that have rows. Others are never searched."""
         self._built_counts, self.list_count = built[self._numbers], len(self._numbers)
@@ -237,8 +287,9 @@ class RowIndex:
     @cached_property
     def _list_spreads(self) -> np.ndarray:
         """The mean spread of each list, over all rows of all parts."""
-        indexes = [part.segment_index for part in self.parts]
-        total = self._sum_over_parts([x.spread.astype(float) * x.counts for x in indexes])
+        spreads = [part.segment_index.spread.astype(float) for part in self.parts]
+        pairs = zip(spreads, self._part_counts, strict=True)
+        total = self._sum_over_parts([spread * counts for spread, counts in pairs])
         return np.asarray(total[self._numbers] / self._built_counts)
 
     @cached_property
@@ -247,8 +298,8 @@ class RowIndex:
 
     @cached_property
     def rows_per_list(self) -> float:
-        """The mean number of rows of a list when it was built."""
-        return sum(part.segment_index.rows for part in self.parts) / max(self.list_count, 1)
+        """The mean number of rows of a list, with those that were deleted since it was built."""
+        return float(self._built_counts.sum()) / max(self.list_count, 1)
 
     def scale_lists(self, lists: int, measured_rows: int) -> int:
         """Return as many lists as `lists` were when only `measured_rows` rows were indexed."""
@@ -296,7 +347,13 @@ class RowIndex:
         ]
         if len(found) == 1:
             return found[0]
-        return FoundRows(*(np.concatenate(x) for x in zip(*found, strict=True)))
+        positions, log_rest, nearness, masses = zip(*found, strict=True)
+        return FoundRows(
+            np.concatenate(positions),
+            np.concatenate(log_rest),
+            np.concatenate(nearness),
+            ListMasses(*map(np.concatenate, zip(*masses, strict=True))) if estimates_rest else None,
+        )
 
     def _search_batch(
         self,
@@ -334,12 +391,10 @@ class RowIndex:
                     conditional,
                     search,
                 )
-        log_rest = np.full(len(queries), np.nan)
-        if estimates_rest:
-            log_rest = self._estimate_rest(
-                queries, similarity, nearest, is_read, nearness, metric, allowed
-            )
-        return FoundRows(positions, log_rest)
+        if not estimates_rest:
+            return FoundRows(positions, np.full(len(queries), np.nan), nearness)
+        masses = self._estimate_masses(queries, similarity, nearest, is_read, metric, allowed)
+        return FoundRows(positions, masses.estimate_rest(metric.slope, nearness), nearness, masses)
 
     def _search_lists(
         self,
@@ -503,6 +558,9 @@ class RowIndex:
         there are enough rows for `conditional`. `similarity` (n, L) are those of all lists.
         """
         least, sizes = min(lists, self.list_count), self._built_counts
+        if counts.sum() == sizes.sum():  # the mask only leaves out rows of other versions
+            nearest = similarity.argpartition(-least, axis=1)[:, -least:]
+            return nearest, np.ones(nearest.shape, bool)
         tried, needed, share = self.list_count, 0.0, 0.0
         if conditional is not None:
             share = float(counts.sum()) / float(sizes.sum())
@@ -578,17 +636,16 @@ class RowIndex:
         means = self._list_means - centre
         return centre, means, np.square(means).sum(axis=1)
 
-    def _estimate_rest(
+    def _estimate_masses(
         self,
         queries: np.ndarray,
         similarity: np.ndarray,
         nearest: np.ndarray,
         is_read: np.ndarray | None,
-        nearness: np.ndarray,
         metric: IndexMetric,
         allowed: _AllowedRows,
-    ) -> np.ndarray:
-        """Return the estimated log Σ exp(score), (n,), over the rows that were not found.
+    ) -> ListMasses:
+        """Return the estimated weights of the lists that were read, and of all others.
 
         The rows of a list count as scattered evenly around its mean. The largest deviation of m
         such rows is about √(2 ln m) standard deviations, which limits the sum.
@@ -603,21 +660,12 @@ class RowIndex:
         chosen = log_mass[at, nearest]
         if is_read is None:
             log_mass[at, nearest] = -np.inf
-            left = counts[nearest].sum(axis=1)
+            rows = counts[nearest].sum(axis=1)
         else:
             log_mass[at, nearest] = np.where(is_read, -np.inf, chosen)
             chosen = np.where(is_read, chosen, -np.inf)
-            left = np.where(is_read, counts[nearest], 0).sum(axis=1)
-        # In the lists that were read, no other row is nearer than the last one that was found.
-        is_found = nearness > -np.inf
-        left = left - is_found.sum(axis=1)
-        last = nearness.min(axis=1, initial=np.inf, where=is_found).astype(float)
-        with np.errstate(divide="ignore"):
-            most = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + slope * last, -np.inf)
-        most = np.where(np.isfinite(last), most, np.inf)
-        unread = np.minimum(most, log_sum_exp(chosen))
-        unread = np.where(left > 0, unread, -np.inf)
-        return np.asarray(np.logaddexp(log_sum_exp(log_mass), unread))
+            rows = np.where(is_read, counts[nearest], 0).sum(axis=1)
+        return ListMasses(log_sum_exp(log_mass), log_sum_exp(chosen), rows)
 
     def _estimate_moments(
         self, queries: np.ndarray, similarity: np.ndarray, metric: IndexMetric
@@ -652,7 +700,8 @@ class RowIndex:
                     counts.append(index.counts if mask is None else index.count_rows(mask))
             total = self._sum_over_parts(counts)[self._numbers]
             log_counts = np.log(np.maximum(total, 1e-300))
-            limits = np.sqrt(2 * np.maximum(log_counts, 0))
+            # The rest of a slice has the limits of its version, so that the rests can be added.
+            limits = np.sqrt(2 * np.maximum(log_counts - math.log(self._share_of_version), 0))
             allowed = _AllowedRows(
                 bits, total, log_counts, limits, *self._sort_by_list(selection, total)
             )

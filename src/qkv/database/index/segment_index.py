@@ -177,12 +177,12 @@ def build_arrays(
             for at, residual in _iterate_residuals(block, list_of_row[start:stop], mean):
                 code[start:stop][at] = encode(residual)
     row, counts = np.argsort(list_of_row, kind="stable"), np.bincount(list_of_row, minlength=lists)
-    start, code = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), code[row]
-    checksums = [crc32(code[begin:end].data) for begin, end in itertools.pairwise(start.tolist())]
+    starts, code = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), code[row]
+    checksums = [crc32(code[begin:end].data) for begin, end in itertools.pairwise(starts.tolist())]
     return {
         "mean": mean,
         "spread": (squares / np.maximum(counts, 1) / width).astype(np.float32),
-        "start": start,
+        "start": starts,
         "row": row.astype(np.uint32),
         "code": code,
         "code_checksum": np.array(checksums, np.uint32),

@@ -102,9 +102,6 @@ class QueryExecutor(RowScan):
     the reason why there is none. `library` is the data frame library of the answers.
     """
 
-    index_refusal = ""
-    """Why answers are never approximate, or ""."""
-
     def __init__(
         self,
         view: TableView,
@@ -131,7 +128,7 @@ class QueryExecutor(RowScan):
     @cached_property
     def index_hint(self) -> str:
         """Advice to use the index, if there is one and the table is large; else ""."""
-        has_index = "index" in self.view.settings and not self.index_refusal
+        has_index = "index" in self.view.settings
         if not has_index or self.row_count < MIN_INDEX_HINT_ROWS or self.tolerance is not None:
             return ""
         return f"approximate=True would read only a few of the {self.row_count:,} rows"

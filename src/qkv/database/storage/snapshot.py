@@ -111,6 +111,12 @@ class Snapshot(Closable):
         return part
 
     @property
+    def share_of_version(self) -> float:
+        """The share of the rows of its version that a snapshot has; below 1 for a slice."""
+        rows = len(self._owner) if isinstance(self._owner, Snapshot) else len(self)
+        return len(self) / rows if len(self) else 1.0
+
+    @property
     def _live_span(self) -> tuple[int, int, int]:
         return self._first_id, self._version_entry.last, self._version_entry.number
 
