@@ -532,6 +532,8 @@ class Answer(Displayable):
         takes_one_row = self.weighting.startswith(SINGLE_ROW_WEIGHTINGS)
         if not self.rows or self.value_is_mean or not self.is_normalized or takes_one_row:
             return None
+        if self._backend.is_value_of_own_key(self.rows):
+            return MAX_CONFIDENCE
         logit = self._backend.calibrate_logit(self._confidence_logit)
         logit = min(max(logit, -MAX_LOGIT), MAX_LOGIT)
         probability = min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)

@@ -153,6 +153,10 @@ class AnswerBackend(ABC):
         """
         return 1.0
 
+    def is_value_of_own_key(self, rows: list[Row]) -> bool:
+        """Return whether the query equals a key of numbers or dates, whose rows have the value."""
+        return False
+
     def compute_expected_error(self) -> Any:
         """Return the expected error of a mean, or None; see `Answer.expected_error`."""
         return None

@@ -244,3 +244,8 @@ def test_where_one_letter_makes_another_key_a_near_key_is_not_sure(tmp_path, key
     assert qkv.Database(words, words).ask("Liptn").confidence > 0.9
     rooms = [f"Room {i}" for i in range(20)]
     assert qkv.Database(rooms, rooms).ask("Rom 12").confidence > 0.8
+
+
+def test_zeros_before_a_number_are_no_other_digits():
+    assert key_match.find_one_edit("A-12", "A-012") == ""
+    assert key_match.find_one_edit("A-102", "A-12") == "digit"

@@ -47,3 +47,17 @@ def test_rows_of_one_name_with_nearly_equal_numbers_are_named() -> None:
     assert D.ask("Springfeild").hint == "3 rows have this key, with values from 37.21 to 42.1"
     same = qkv.Database([("Springfield", 39.8), ("Springfield", 39.81), ("Berlin", 52.52)])
     assert same.ask("Springfeild").hint == ""
+
+
+def test_an_answer_with_the_value_of_its_own_key_is_sure():
+    days = {datetime.date(2024, 1, day): float(day % 5) for day in range(1, 31)}
+    books = {year: f"book {year}" for year in range(1900, 1950)}
+    for rows, query, between in ((days, "2024-01-07", "2024-01-07T06:00"), (books, 1910, 1910.4)):
+        D = qkv.Database(rows)
+        for top in (1, 5):
+            answer = D.ask(query, top=top)
+            assert answer.confidence == 0.99 and answer.hint == ""
+            assert D.ask(between, top=top).confidence < 0.5
+        assert D.ask(query, score="gaussian").confidence < 0.99
+    several = qkv.Database([1.0, 1.0, 2.0, 3.0], ["a", "b", "c", "d"])
+    assert several.ask(1.0).confidence < 0.6 and several.ask(2.0).confidence == 0.99

@@ -618,27 +618,50 @@ class LocalBackend(AnswerBackend):
         name = "values" if schema.value_kind == "number" else schema.value[column]
         return f"{len(positions):,} rows have this key, with {name} from {low} to {high}"
 
-    def _own_value_hint(self, rows: list[Row]) -> str:
-        """Return a hint if the query is a key of numbers or dates with another value; else ""."""
+    def _find_own_values(self, rows: list[Row]) -> list[Any]:
+        """Return the values of the heaviest rows whose key of numbers or dates equals the query.
+
+        Return [] for other keys, scores and weightings: there, another key may be nearer.
+        """
         executor, schema = self.executor, self.executor.view.schema
         if not rows or schema.key_kind in ("text", "vector") or schema.value_kind == "vector":
-            return ""
-        # With a default score, no other key is nearer.
+            return []
         is_default = executor.score is executor.view.resolve_score(None)
         if not is_default or type(executor.weighting) not in RANKING_WEIGHTINGS:
-            return ""
+            return []
         if is_array(self.query) or is_array(rows[0].key) or rows[0].key != self.query:
-            return ""
-        own = [row.value for row in rows if row.key == self.query]
+            return []
+        return [row.value for row in rows if row.key == self.query]
+
+    def _agrees_with(self, values: list[Any]) -> np.ndarray:
+        """Return which of these values are that of the answer: of numbers, about the same."""
         if self.mean is None:
-            agrees = identify_value(self.value) in set(map(identify_value, own))
-        else:
-            stored, value = (
-                [[*x.values()] if isinstance(x, dict) else [x] for x in values]
-                for values in (own, [self.value])
-            )
-            agrees = len(own) > 1 or measure_agreement(np.array(stored), value[0]).min() == 1
-        if agrees:
+            same = identify_value(self.value)
+            return np.array([identify_value(value) == same for value in values])
+        stored, value = (
+            [[*x.values()] if isinstance(x, dict) else [x] for x in each]
+            for each in (values, [self.value])
+        )
+        return np.asarray(measure_agreement(np.array(stored), value[0]).min(axis=1) == 1)
+
+    def is_value_of_own_key(self, rows: list[Row]) -> bool:
+        executor = self.executor
+        if executor.value_is_mean or not self._find_own_values(rows):
+            return False
+        positions = executor._positions_with_key(rows[0].key)
+        if not 0 < len(positions) <= MAX_VOTING_ROWS:
+            return False
+        own = executor.view.schema.values_from_rows(executor._read_records(positions))
+        return bool(self._agrees_with(own).all())
+
+    def _own_value_hint(self, rows: list[Row]) -> str:
+        """Return a hint if the query is a key of numbers or dates with another value; else ""."""
+        own = self._find_own_values(rows)
+        if not own:
+            return ""
+        agrees = self._agrees_with(own)
+        # Several rows with different numbers have a hint of their own.
+        if agrees.any() if self.mean is None else (len(own) > 1 or agrees.all()):
             return ""
         shown = format_number(own[0]) if isinstance(own[0], float) else quote_cell(own[0])
         return (

@@ -35,6 +35,9 @@ USUAL_EDITS, LETTERS_PER_EDIT = 0.5, 4.0
 LETTER_WITHOUT_SPACES = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """A letter of Chinese or Japanese."""
 
+LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
+"""The zeros of 007."""
+
 LENGTH_FACTOR = 2.0
 """A mismatch counts as (shorter length / longer length)^this of the texts."""
 
@@ -207,13 +210,13 @@ class OneEdit(NamedTuple):
 def find_one_edit(text: str, other: str) -> str:
     """Return "letter" or "digit" if one of them makes one text the other, and else "".
 
-    It is inserted, deleted, replaced, or swapped with the next one. Upper case, accents, spaces and
-    punctuation do not count.
+    It is inserted, deleted, replaced, or swapped with the next one. Upper case, accents, spaces,
+    punctuation and zeros before a number do not count.
 
     >>> find_one_edit("Ann Lea", "ann lee"), find_one_edit("A-1", "A-12"), find_one_edit("a", "A")
     ('letter', 'digit', '')
     """
-    a, b = ("".join(split_words(x)) for x in (text, other))
+    a, b = (LEADING_ZEROS.sub("", "".join(split_words(x))) for x in (text, other))
     return _kind_of_edit(a, b) if _have_one_edit(a, b) else ""
 
 
