@@ -370,3 +370,17 @@ def test_a_key_that_a_float_mask_excludes_may_be_anything(
     )
     for x, y in zip(found[:2], want[:2], strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 1.8, 2.0])
+def test_entmax_in_another_unit(alpha):
+    """A search leaves a scale above 0, or the factor of a float mask, out of the scores."""
+    query, key, _ = arrays(n=18, m=64)
+    mask = torch.randn(1, 1, 18, 64, device=DEVICE)
+    mask[..., 7] = -INFINITY
+    for scale, times, pairs in ((0.4, 1.0, None), (-0.4, 1.0, None), (0.4, 2.5, mask)):
+        scores = scores_of(query, key, scale) + (0 if pairs is None else times * pairs.double())
+        found = entmax_threshold(query, key, alpha, scale, pairs=pairs, times=times)
+        weights = ((alpha - 1) * scores - found[..., None]).clamp_min(0.0) ** (1 / (alpha - 1))
+        total = weights.sum(-1)
+        torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-3, atol=1e-3)

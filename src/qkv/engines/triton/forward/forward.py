@@ -80,6 +80,11 @@ def pool_tiles(
     if ADDED:  # add the mask unscaled, and multiply the sum by its factor
         scale = scales.scale / scales.times
         times = 1.0
+    # LATE: multiply by the factor after a score_mod only in the exponent.
+    LATE: tl.constexpr = F.HAS_MOD and F.WEIGHTING == "softmax" and F.PAIRS != 2
+    after = times
+    if LATE:
+        after = 1.0
     # FLAT: one loop over tiles and chunks, so that the next tile loads meanwhile. The CAREFUL loop
     # is rare; without stages it compiles faster.
     FLAT: tl.constexpr = F.WIDE and F.TMA and not CAREFUL
@@ -136,7 +141,7 @@ def pool_tiles(
                 if F.SQUARES:
                     wide = y.to(tl.float32)
                     s += tl.sum(wide * wide, 1)[None, :] * (scales.square_scale * F.BASE)
-                s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, scales.times, z, F)
+                s = modify_scores(s, rows.b, rows.h, rows.i, j, rows.captured, after, z, F)
                 if F.PAIRS == 2:
                     s = s + extra
                 if F.EXPONENTIAL:
@@ -152,6 +157,9 @@ def pool_tiles(
                     elif F.WEIGHTING == "topk":  # compared in base e, like the thresholds
                         new = tl.maximum(top, tl.max(s, 1) * LOG2E)
                         s = s * LOG2E
+                    elif LATE:
+                        new = tl.maximum(top, tl.max(s, 1) * times)
+                        s = s * times
                     else:
                         new = tl.maximum(top, tl.max(s, 1))
                     if not (F.BOUNDED or F.TOPPED):

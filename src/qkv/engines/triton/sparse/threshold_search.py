@@ -49,6 +49,7 @@ from qkv.engines.triton.tile_functions.tiles import (
     exceeds,
     fold_columns,
     fold_maxima,
+    is_positive,
     jit_kernel,
     live_pairs,
 )
@@ -175,6 +176,29 @@ def _scale_scores(scales, F):
 
 
 @triton.jit
+def _choose_unit(scales, F):
+    """Return the unit of entmax's scores, and scales for scores in that unit.
+
+    It saves a multiplication for each pair: by the factor after a score_mod and of a float mask
+    (UNIT = 1), or by the scale (2), which must be above 0.
+    """
+    unit = 1.0
+    if F.UNIT == 1:
+        unit = scales.times
+        less = 1.0 if F.HAS_MOD else 1.0 / unit  # a score_mod needs the scores themselves
+        scales = Scales(
+            scales.scale * less, scales.alpha, 1.0, scales.share * less, scales.square_scale,
+            scales.sink,
+        )  # fmt: skip
+    elif F.UNIT == 2:
+        unit = scales.scale
+        scales = Scales(
+            1.0, scales.alpha, scales.times, scales.share, scales.square_scale, scales.sink
+        )
+    return unit, scales
+
+
+@triton.jit
 def _column_maxima(rows, keys, edges, scales, z, F, SECOND: tl.constexpr):
     """Return the maxima of every COLS-th score, (ROWS, COLS); SECOND: also the second largest.
 
@@ -200,14 +224,14 @@ def _has_nan_or_inf(peaks):
 def _entmax_powers(r, alpha, POWER: tl.constexpr, FAST: tl.constexpr):
     """Return rᵉ, rᵉ⁻¹ and, for e ≥ 2, rᵉ⁻², for r ≥ 0 and e = 1/(alpha − 1); 0 for r = 0.
 
-    For e = 2 the last is 1 where r > 0, to within 1e-30.
+    A power 0 is 1 where r > 0, to within 1e-30.
     """
     e = 1.0 / (alpha - 1.0)
     if POWER == 1:
-        lean = tl.where(r > 0, 1.0, 0.0)
+        lean = is_positive(r, FAST)
         return r, lean, lean
     elif POWER == 2:
-        return r * r, r, tl.minimum(r * 1e30, 1.0)
+        return r * r, r, is_positive(r, FAST)
     elif POWER == 3:
         bend = power_of(r, e - 2.0, FAST)
         return bend * r * r, bend * r, bend
@@ -267,27 +291,40 @@ def _add_sink(mass, slope, bend, t, rows, scales, F):
 
 
 @triton.jit
-def _sum_row_powers(t, rows, keys, edges, scales, own, z, F, MARKED: tl.constexpr):
+def _sum_row_powers(t, unit, rows, keys, edges, scales, own, z, F, MARKED: tl.constexpr):
     """Return Σ rᵉ, Σ rᵉ⁻¹, Σ rᵉ⁻² (for e ≥ 2) and the number of r > 0 of each row.
 
-    MARKED sets the bits of r > 0; without it, the number is left out.
+    The scores are in a unit. MARKED sets the bits of r > 0; without it, the number is left out.
     """
+    cut = (t / unit)[:, None]
     mass = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     slope = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     bend = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     count = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     for tile in tl.range(edges[0], edges[3]):
         s = _tile_scores(tile, rows, keys, edges, scales, z, F, False)
-        r = tl.maximum(s - t[:, None], 0.0)
+        r = tl.maximum(s - cut, 0.0)
         some, lean, more = _entmax_powers(r, scales.alpha, F.POWER, F.FAST)
         mass += fold_columns(some)
         slope += fold_columns(lean)
         if F.POWER >= 2:
             bend += fold_columns(more)
         if MARKED:
-            count += fold_columns(tl.minimum(r * 1e30, 1.0))
+            count += fold_columns(is_positive(r, F.FAST))
             set_tile_bits(r > 0, own, tile, F)
-    sums = _add_sink(tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(bend, 1), t, rows, scales, F)
+    mass, slope, bend = tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(bend, 1)
+    if F.UNIT > 0:
+        if F.POWER == 1:
+            mass = mass * unit
+        elif F.POWER == 2:
+            mass = mass * (unit * unit)
+            slope = slope * unit
+        else:
+            factor = tl.exp2(tl.log2(unit) / (scales.alpha - 1.0))
+            mass = mass * factor
+            slope = slope * (factor / unit)
+            bend = bend * (factor / unit / unit)
+    sums = _add_sink(mass, slope, bend, t, rows, scales, F)
     return sums[0], sums[1], sums[2], tl.sum(count, 1)
 
 
@@ -345,7 +382,7 @@ def entmax_kernel(
     if is_skipped(given, lists, z, F):
         return
     rows, keys, spot, edges, _ = begin_row_program(given, lists, counts, steps, z, F)
-    scales = _scale_scores(scales, F)
+    unit, scales = _choose_unit(_scale_scores(scales, F), F)
     if F.PHASE == 2:
         t = tl.load(out + spot.line)
         bad = t != t
@@ -356,12 +393,14 @@ def entmax_kernel(
         # A pass that sets bits has no registers left for the second largest.
         SECOND: tl.constexpr = F.PHASE == 0
         peaks, second = _column_maxima(rows, keys, edges, scales, z, F, SECOND)
-        bad = _has_nan_or_inf(peaks)
+        bad = _has_nan_or_inf(peaks * unit)
         if F.PAIRS == 2 and not F.STORED:
             if tl.max(bad.to(tl.int32), 0) > 0:  # perhaps of excluded pairs: compare all
                 edges = (edges[0], edges[3], edges[3], edges[3])
                 peaks, second = _column_maxima(rows, keys, edges, scales, z, F, SECOND)
-                bad = _has_nan_or_inf(peaks)
+                bad = _has_nan_or_inf(peaks * unit)
+        peaks = peaks * unit
+        second = second * unit
         top = tl.max(peaks, 1)
         empty = top == NEG_INFINITY
         top = tl.where(empty | bad, 0.0, top)
@@ -385,7 +424,7 @@ def entmax_kernel(
         found = tl.sum((peaks > t[:, None]).to(tl.int32), 1)
         own, marking = _locate_bits(marks, across, lists, spot, edges, found, bad, z, F)
         if marking:
-            sums = _sum_row_powers(t, rows, keys, edges, scales, own, z, F, True)
+            sums = _sum_row_powers(t, unit, rows, keys, edges, scales, own, z, F, True)
             t, low, high, far = _update_threshold(t, low, high, sums, scales.alpha, empty | bad, F)
             # Stop after this pass if the list is certain to fit.
             marking = tl.sum(sums[3], 0) <= z.at_columns - LIST_TILE
@@ -394,7 +433,7 @@ def entmax_kernel(
             set_all_bits(own, edges[0], edges[3])
         last = tl.where(marking, 0, MAX_NEWTON_STEPS)
     while (far > NEAR) & (step < last):
-        sums = _sum_row_powers(t, rows, keys, edges, scales, keys, z, F, False)
+        sums = _sum_row_powers(t, unit, rows, keys, edges, scales, keys, z, F, False)
         t, low, high, far = _update_threshold(t, low, high, sums, scales.alpha, empty | bad, F)
         step += 1
     t = tl.where(bad, float("nan"), tl.where(empty, 0.0, t))

@@ -78,6 +78,16 @@ def _samples(kernel: Any, numbers: Numbers, m: int) -> bool:
     return kernel is topk_kernel and k > MAX_HIDING_RANK and k * MIN_KEYS_PER_CHOSEN <= m
 
 
+def _choose_unit(call: KernelCall) -> int:
+    """Return which factor entmax's search leaves out of its scores (`F.UNIT`)."""
+    facts = call.constexprs
+    if call.form != "product" or facts["CAP"] != 0:
+        return 0
+    if facts["PAIRS"] == 2 or facts["HAS_MOD"]:
+        return int(call.scales.times > 0)
+    return 2 if call.is_plain_product and call.scales.scale > 0 else 0
+
+
 def _launch_search(
     kernel: Any, given: Arrays, numbers: Numbers, outs: tuple[Tensor | None, ...], *whole: int,
     phase: int = 0,
@@ -93,6 +103,7 @@ def _launch_search(
     call.constexprs |= {"SPLIT": False, "PACKED": False, "STORED": False}
     sampled = _samples(kernel, numbers, call.m)
     call.constexprs |= {"HIDES": sampled or _keeps_hidden(kernel, numbers), "SAMPLED": sampled}
+    call.constexprs |= {"UNIT": _choose_unit(call)}
     # Without a descriptor, each thread would read the mask number by number.
     laid = not listed and call.can_use_descriptors and is_tma_readable(call.pairs)
 
@@ -186,7 +197,7 @@ def _search_stored(
         "HIDES": _keeps_hidden(kernel, numbers),
         "SAMPLED": False,
         "BLOCK_W": 16,
-        **dict.fromkeys(("PHASE", "LISTED", "MANY"), 0),
+        **dict.fromkeys(("PHASE", "LISTED", "MANY", "UNIT"), 0),
         **dict.fromkeys(("SPLIT", "PACKED", "TMA", "LAID", "EDGES"), False),
     }
     arrays = (*outs, None, None, None, None)

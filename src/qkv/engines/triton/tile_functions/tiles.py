@@ -355,6 +355,18 @@ def exceeds(x, cut, FAST: tl.constexpr):
         return tl.where(x > cut, 1.0, 0.0)
 
 
+@triton.jit
+def is_positive(x, FAST: tl.constexpr):
+    """Return 1.0 for x > 0, else 0.0, to within 1e-30; in one instruction if FAST."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "mul.ftz.sat.f32 $0, $1, 0f7149F2CA;", "=f,f", [x],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.minimum(tl.maximum(x * 1e30, 0.0), 1.0)
+
+
 APART_PTX = tl.constexpr("""
 {
     .reg .f32 size, more;
