@@ -63,7 +63,7 @@ WEIGHTINGS = {
     "entmax": {"Entmax": {"alpha": 1.4}, "Sparsemax": {}},
 }
 ALSO = {
-    "Entmax": [{"alpha": alpha} for alpha in (1.5, 0.6, np.array([2.6]))],
+    "Entmax": [{"alpha": alpha} for alpha in (1.5, 0.6, np.array([2.6]), np.array([1.7]))],
     "Hard": [{"straight_through": True}],
     "Normalized": [{"on_empty": on_empty} for on_empty in ("nan", "uniform", "nearest", "raise")],
 }

@@ -270,3 +270,26 @@ def test_the_number_of_keys_does_not_matter():
     for alpha in (0.5, 1.0, 3.0):
         result = weightings.Entmax(np.array(alpha))(np.zeros((1, 5000)))
         np.testing.assert_allclose(result, 1 / 5000, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1, 1)])
+def test_a_learned_alpha_of_each_head_has_its_derivatives(shape):
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*sizes):
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+    scores = (2 * draw(3, 2, 4, 9)).requires_grad_()
+    alpha = (torch.sigmoid(draw(*shape)) * 0.8 + 1.1).requires_grad_()
+    at = torch.arange(9)[None]
+    for live in (None, draw(3, 1, 4, 9) > -0.5, torch.zeros(4, 9, dtype=torch.bool)):
+        slope = draw(3, 2, 4, 9)
+        results = []
+        for weigh in (Entmax(alpha).weights, Entmax(alpha).weights_by_search):
+            weight = weigh(scores, live, at)
+            results.append([weight, *torch.autograd.grad(weight, (scores, alpha), slope)])
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y)
+    first = scores[:1, :, :2]
+    assert torch.autograd.gradgradcheck(lambda s, a: Entmax(a).weights(s, None, at), (first, alpha))

@@ -234,6 +234,8 @@ def _build_plan_function(
     if has_parameters:
         fixed_fields["score"] = fixed_fields["weighting"] = None
 
+    call_ignores_scores = call.weighting.ignores_scores
+
     def build_later_call(
         query: Array,
         key: Array,
@@ -248,7 +250,9 @@ def _build_plan_function(
         fields = {**fixed_fields, "query": query, "key": key, "value": value}
         if mask_has_values:
             fields["rule"], bias = masks.resolve(mask)
-            fields["bias"] = cast_bias(fw, bias, query)
+            # The rule holds the −∞ of a float mask, which is all that an average needs.
+            is_needed = bias is not None and not call_ignores_scores
+            fields["bias"] = cast_bias(fw, bias, query) if is_needed else None
         if has_parameters:
             fields["score"], fields["weighting"] = resolve_score_and_weighting(
                 score if fixed_score is None else fixed_score, weighting, fields["bias"]

@@ -105,7 +105,7 @@ def slower_reason(call: Call) -> str | None:
     if call.fw.is_in_fixed_graph(call.query):
         return "a traced graph would contain every block; dense is shorter and fits any length"
     limit = max(MAX_DENSE_NUMBERS, call.fw.eager_block_numbers)
-    if _has_slow_blocks(call):
+    if _has_slow_blocks(call) or _is_short_average(call):
         limit = max(limit, MAX_DENSE_EAGER_NUMBERS)
     if numbers <= limit:
         return (
@@ -113,6 +113,14 @@ def slower_reason(call: Call) -> str | None:
             "as good"
         )
     return None
+
+
+def _is_short_average(call: Call) -> bool:
+    """Return whether the whole matrix needs one product on a CPU, as its weights are the mask."""
+    fw = call.fw
+    if not call.weighting.ignores_scores or fw.compiles_calls:
+        return False
+    return fw.device_block_numbers(call.query) is None and not isinstance(call.key, UnreadArray)
 
 
 def _has_slow_blocks(call: Call) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar, Never
 
+import numpy as np
+
 from qkv.errors import as_float, validate_positive
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.util.keyword_hints import suggest_keywords
@@ -22,7 +24,9 @@ from qkv.weightings.power import (
     broadcast_to_rows,
     check_row_shape,
     entmax_gradient,
+    entmax_gradients,
     expm1_ratio,
+    is_quick_by_head,
     scaled_log1p,
 )
 from qkv.weightings.sink import SinkWeighting, validate_sink
@@ -367,7 +371,39 @@ class Tsallis(Entmax):
         return False
 
     def weights(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        return self.weights_by_search(scores, live, k)
+        quick = self.weights_by_head(scores, live)
+        return self.weights_by_search(scores, live, k) if quick is None else quick
+
+    def weights_by_head(self, scores: Array, live: LiveMask) -> Array | None:
+        """Return the weights from a search for each head, with its alpha as a number; else None.
+
+        The gradients of scores and alpha are closed formulas, from Correia, Niculae and Martins,
+        "Adaptively Sparse Transformers" (2019).
+        """
+        fw = get_framework(scores)
+        view = scores if fw.supports_masked_gather else fw.as_numpy_view(fw.detach(scores))
+        if view is None or not is_array(self.alpha):
+            return None
+        alpha = broadcast_to_rows(self.alpha, scores)
+        numbers = fw.concrete_value(fw.detach(alpha))
+        if numbers is None or not is_quick_by_head(numbers, MIN_QUICK_ALPHA):
+            return None
+
+        def forward(*_: Array) -> tuple[State, State]:
+            live_view = live if live is None or fw.supports_masked_gather else fw.to_numpy(live)
+            with get_framework(view).use_own_settings():
+                out = fw.from_numpy_view(_search_heads(view, live_view, numbers))
+            return (out,), (out,)
+
+        def backward(arrays: State, saved: State, gradients: State) -> State:
+            return entmax_gradients(saved[0], gradients[0], arrays[1])
+
+        def reference(scores: Array, alpha: Array) -> State:
+            return (Tsallis(alpha).weights_by_search(scores, live, scores),)
+
+        if not fw.needs_gradient([scores, alpha]):
+            return forward()[0][0]
+        return fw.custom_gradient(forward, backward, reference, [scores, alpha])[0]
 
     def scale_scores(self, scores: Array) -> Array:
         return scores
@@ -500,6 +536,23 @@ class Sparsemax(Entmax):
 
     alpha: float = field(default=2, init=False)
     sink: None = field(default=None, init=False, repr=False)
+
+
+def _search_heads(scores: Any, live: Any, numbers: Any) -> Any:
+    """Return the weights of NumPy scores (…, h, n, m), with one alpha for all or for each head."""
+
+    def search(scores: Any, live: Any, alpha: float) -> Any:
+        return Entmax(alpha).weights_of_candidates(scores, live, alpha - 1)
+
+    values = numbers.reshape(-1).tolist()
+    if len(values) == 1:
+        return search(scores, live, values[0])
+    out = np.empty(scores.shape, scores.dtype)
+    full = None if live is None else np.broadcast_to(live, scores.shape)
+    for head, alpha in enumerate(values):
+        part = None if full is None else full[..., head, :, :]
+        out[..., head, :, :] = search(scores[..., head, :, :], part, alpha)
+    return out
 
 
 def _merge_starts(one: State, two: State) -> State:

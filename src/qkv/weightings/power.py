@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from qkv.errors import ShapeError
 from qkv.frameworks import get_framework, is_array
 from qkv.util.types import Array, LiveMask, Shape
@@ -53,6 +55,43 @@ def entmax_gradient(weight: Any, weight_gradient: Any, alpha: Any) -> Array:
     centre = (slope * weight_gradient).sum(-1, keepdims=True) / (total + (total == 0))
     gradient: Array = slope * (weight_gradient - centre) / (alpha - 1)
     return gradient
+
+
+MAX_SEARCHED_HEADS = 16
+"""The most heads whose thresholds are searched one after the other."""
+
+
+def is_quick_by_head(numbers: np.ndarray, least: float) -> bool:
+    """Return whether an array (…, 1, 1) holds one alpha, or one for each of a few heads.
+
+    All of them must be from `least` to 2.
+    """
+    by_head = numbers.ndim > 2 and numbers.shape[-3] == numbers.size <= MAX_SEARCHED_HEADS
+    if not (numbers.size == 1 or by_head):
+        return False
+    return bool(least <= numbers.min() and numbers.max() <= 2)
+
+
+def entmax_gradients(weight: Array, slope: Array, alpha: Array) -> tuple[Array, Array]:
+    """Return the gradients of the scores and of alpha (…, 1, 1), from that of the weights.
+
+    With p̃ᵢ = pᵢ^(2−α) / Σ p^(2−α) and hᵢ = −pᵢ log pᵢ, the derivative of pᵢ by α is
+    (pᵢ − p̃ᵢ)/(α−1)² + (hᵢ − p̃ᵢ Σ h)/(α−1).
+    """
+    fw = get_framework(weight)
+    c, some = alpha - 1, weight > 0
+    log = fw.xp.log(fw.fill_unless(weight, some, 1.0))
+    lean = fw.fill_unless(fw.xp.exp((1 - c) * log), some)
+    total = fw.safe_divisor(fw.row_sum(lean))
+    centre = fw.row_sum(lean * slope) / total
+    entropy = weight * log * -1.0
+    # Σᵢ slopeᵢ p̃ᵢ is the centre.
+    rows = (fw.row_sum(slope * weight) - centre) / (c * c)
+    rows = rows + (fw.row_sum(slope * entropy) - centre * fw.row_sum(entropy)) / c
+    for axis, size in enumerate(fw.static_shape(alpha)):
+        if size == 1 != rows.shape[axis]:
+            rows = fw.xp.sum(rows, axis=axis, keepdims=True)
+    return lean * (slope - centre), rows
 
 
 def broadcast_to_rows(number: Any, like: Array) -> Array:

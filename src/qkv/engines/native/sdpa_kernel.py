@@ -19,7 +19,7 @@ from qkv.engines.native.backends import run_sdpa
 from qkv.engines.native.softmax_dot import effective_scale
 from qkv.engines.visible_keys import rule_signature
 from qkv.errors import EngineError
-from qkv.frameworks import load_framework, tree
+from qkv.frameworks import load_framework
 from qkv.frameworks.torch import MIN_DROPOUT_FOR_16_BITS, distinct_views, draw_survivors
 from qkv.frameworks.torch_products import HAS_FAST_BFLOAT16, softmax_gradients
 from qkv.scores import ScaledDot
@@ -351,13 +351,8 @@ def can_cache_mask(call: Call) -> bool:
         return False
     if not call.query.is_cpu or call.fw.is_traced(call.query):
         return False
-    pairs = call.n * call.m
-    if pairs > MAX_CACHED_MASK_PAIRS:
-        return False
-    signature = rule_signature(call.fw, call.rule)
-    # Comparing positions takes less time than reading large masks.
-    return signature is not None and (
-        pairs <= MAX_CACHED_FLOAT_PAIRS or tree.has_functions(signature)
+    return (
+        call.n * call.m <= MAX_CACHED_MASK_PAIRS and rule_signature(call.fw, call.rule) is not None
     )
 
 
