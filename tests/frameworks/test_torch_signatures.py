@@ -104,9 +104,54 @@ def test_parameters_and_buffers_of_a_module():
     assert build(Module().score_mod)[0] == signature
 
 
-class Callable_:
+class Scaled:
+    def __init__(self):
+        self.scale = 1.0
+
     def __call__(self, s):
-        return s
+        return s * self.scale
+
+
+class ScaledModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, s):
+        return s * self.scale * self.weight
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledModule])
+def test_what_a_call_of_an_object_reads_belongs_to_the_signature(kind):
+    held = kind()
+    first, tensors = build(lambda s: held(s))
+    assert len(tensors) == (kind is ScaledModule)
+    again = kind()
+    assert build(held)[0] == build(again)[0]
+    again.scale = 2.0
+    assert build(held)[0] != build(again)[0]
+    held.scale = 2.0
+    assert build(lambda s: held(s))[0] != first
+
+
+def test_modules_of_pytorch_that_are_called():
+    held = torch.nn.Softplus(beta=1.0)
+
+    def score_mod(s):
+        return held(s)
+
+    first = build(score_mod)[0]
+    assert build(score_mod)[0] == first
+    held.beta = 2.0
+    assert build(score_mod)[0] != first
+
+
+def test_modules_with_hooks_have_no_signature():
+    held = ScaledModule()
+    held.register_forward_hook(lambda *_: None)
+    with pytest.raises(NoSignatureError):
+        build(lambda s: held(s))
 
 
 class Lazy:
@@ -129,9 +174,7 @@ def matched(x, s):
     return s
 
 
-@pytest.mark.parametrize(
-    "held", [Callable_(), Lazy(), Slots(), random.Random(0), [Lazy()], {1: object()}]
-)
+@pytest.mark.parametrize("held", [Lazy(), Slots(), random.Random(0), [Lazy()], {1: object()}])
 def test_objects_that_may_change_unnoticed_have_no_signature(held):
     with pytest.raises(NoSignatureError):
         build(lambda s: (held, s.weight)[1])

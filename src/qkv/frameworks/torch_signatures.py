@@ -3,8 +3,8 @@
 A function is compared by its code and by what it reads: closure, defaults and globals. Tensors are
 compared by dtype and axes, and collected, so that a cached translation reads the tensors of the
 current call. An object that a function captures, such as `self` of a bound method, is compared by
-its class and by those attributes whose names occur in the functions. Anything else that may change
-unnoticed, such as an attribute of a class, has no signature.
+its class, by what a call of it runs, and by those attributes whose names occur in the functions.
+Anything else that may change unnoticed, such as an attribute of a class, has no signature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ DYNAMIC_NAMES = frozenset([
 """Names in a function that may read attributes whose names are not in its code."""
 PLAIN_SPECIAL_NAMES = frozenset([
     "__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__",
-    "__eq__", "__hash__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__",
+    "__eq__", "__hash__", "__call__", "__module__", "__qualname__", "__doc__", "__dict__",
+    "__weakref__",
     "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__",
     "__static_attributes__", "__firstlineno__", "__match_args__", "__replace__",
     "__dataclass_fields__", "__dataclass_params__", "__setattr__", "__delattr__",
@@ -93,9 +94,24 @@ class SignatureBuilder:
         if not (isinstance(getattr(x, "__dict__", None), dict) and _has_plain_attributes(type(x))):
             raise NoSignatureError
         known = next((i for i, y in enumerate(self._objects) if y is x), len(self._objects))
-        if known == len(self._objects):
-            self._objects.append(x)
-        return "object", type(x), known
+        if known < len(self._objects):
+            return "object", type(x), known
+        self._objects.append(x)
+        return "object", type(x), known, self._describe_call(x)
+
+    def _describe_call(self, x: Any) -> Hashable:
+        """Return what a call of an object runs: `__call__`, or `forward` of a module."""
+        is_module = isinstance(x, torch.nn.Module)
+        name = "forward" if is_module else "__call__"
+        owner = next((y for y in type(x).__mro__ if name in vars(y)), None)
+        if owner is None:
+            return None
+        hooks = (vars(x).get(y) for y in ("_forward_hooks", "_forward_pre_hooks", name))
+        if is_module and any(hooks):
+            raise NoSignatureError
+        if _is_fixed(owner):  # a module of PyTorch may read any of its numbers
+            return tuple((y, self.describe(z)) for y, z in vars(x).items() if y[:1] != "_")
+        return self.describe(vars(owner)[name])
 
     def _describe_attributes(self, x: Any, names: Sequence[str]) -> Hashable:
         is_module = isinstance(x, torch.nn.Module)
@@ -172,6 +188,8 @@ def _has_plain_attributes(kind: Any) -> bool:
         return False
     own = [x for x in kind.__mro__ if x is not object and not (is_module and _is_fixed(x))]
     names = {name for x in own for name in vars(x) if name.startswith("__")}
+    if is_module and "__call__" in names:
+        return False
     return names <= PLAIN_SPECIAL_NAMES and "__slots__" not in names
 
 
