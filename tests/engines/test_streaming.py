@@ -268,3 +268,24 @@ def test_the_tiling_of_a_rule_is_that_of_its_number_of_keys():
         call = build_call(query, key, value, "dot", "softmax", qkv.masks.causal("bottom_right"))
         tiling = streaming.build_tiling(call, 8, 16)
         assert [keys[-1].start + keys[-1].size for _, keys in tiling] == [m]
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "entmax15"])
+def test_a_gpu_computes_few_hidden_units_densely(weighting, monkeypatch):
+    """Their range, which the kernels need, takes the host longer."""
+    torch = pytest.importorskip("torch")
+    from qkv import scores
+    from qkv.frameworks import load_framework
+
+    device = type(load_framework("torch"))
+    monkeypatch.setattr(device, "device_block_numbers", lambda self, like: 2**28)
+    additive = scores.Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(8))
+    score = scores.Modified(additive, lambda s, b, h, i, j: s - abs(i - j))
+
+    def reason(n):
+        x = torch.zeros(1).expand(256, n, 4)
+        call = build_call(x, x, x, score, weighting, None, 0.0, None, None)
+        return streaming.slower_reason(call)
+
+    assert "dense" in reason(64)
+    assert reason(2048) is None

@@ -317,3 +317,27 @@ def test_sdpa_drops_the_weights_that_pytorch_drops(masked):
         for _ in range(2)
     )
     torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_no_value_is_read_while_a_cuda_graph_records(learns, monkeypatch):
+    """The search of a learned alpha then takes a fixed number of steps."""
+    query, key, value = (torch.randn(6, 4, requires_grad=learns) for _ in "qkv")
+    alpha = torch.tensor(1.4, requires_grad=learns)
+
+    def attend():
+        out = qkv.attend(query, key, value, weighting=weightings.Entmax(alpha), engine="dense")
+        inputs = (query, key, value, alpha)
+        return out, *(torch.autograd.grad(out.sum(), inputs) if learns else ())
+
+    want = attend()
+    monkeypatch.setattr("qkv.frameworks.torch._is_captured", lambda x: True)
+
+    def refuse(_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", refuse)
+    got = attend()
+    monkeypatch.undo()
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)

@@ -30,7 +30,7 @@ from qkv.errors import format_count
 from qkv.frameworks import threads, tree
 from qkv.frameworks.base import Framework, Tiling
 from qkv.frameworks.stored_rows import RowSpan, RowSpans, UnreadArray, to_framework_array
-from qkv.scores import Additive, user_functions
+from qkv.scores import Additive, Modified, RelativeScore, user_functions
 from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.util.caches import create_table, insert_bounded
@@ -67,6 +67,9 @@ MAX_DENSE_EAGER_NUMBERS = 2**22
 """Numbers up to which the operations of the whole matrix run once, on a CPU. In blocks they would
 run several times. They take long to start and to differentiate."""
 
+MAX_DENSE_DEVICE_NUMBERS = 2**27
+"""The most hidden units of all pairs of an additive score that `dense` computes on a GPU, where the
+kernels need the range of the units. On an H200 that takes 2 ms, and the range 6 to 19 ms."""
 MAX_DENSE_MASKED_PAIRS = 2**20
 """Pairs of query and key up to which the same holds under a mask, whose blocks may be skipped."""
 
@@ -107,6 +110,8 @@ def slower_reason(call: Call) -> str | None:
     limit = max(MAX_DENSE_NUMBERS, call.fw.eager_block_numbers)
     if _has_slow_blocks(call) or _is_short_average(call):
         limit = max(limit, MAX_DENSE_EAGER_NUMBERS)
+    if has_short_tanh(call):
+        limit = numbers
     if numbers <= limit:
         return (
             f"the scores need only {format_count(numbers)} numbers, which fit one block: dense is "
@@ -121,6 +126,20 @@ def _is_short_average(call: Call) -> bool:
     if not call.weighting.ignores_scores or fw.compiles_calls:
         return False
     return fw.device_block_numbers(call.query) is None and not isinstance(call.key, UnreadArray)
+
+
+def has_short_tanh(call: Call) -> bool:
+    """Return whether a device computes all hidden units of an additive score in a short time.
+
+    A choice that depends on the range of the hidden units would take the host longer.
+    """
+    score: Any = call.score
+    while isinstance(score, Modified | RelativeScore):
+        score = score.score
+    if not isinstance(score, Additive) or call.fw.device_block_numbers(call.query) is None:
+        return False
+    numbers = math.prod(call.lead) * call.n * call.m * numbers_per_pair(call)
+    return numbers <= MAX_DENSE_DEVICE_NUMBERS
 
 
 def _has_slow_blocks(call: Call) -> bool:

@@ -99,6 +99,11 @@ def _is_surely_true(condition: Any) -> bool:
 _DEFAULT_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
+def _is_captured(x: torch.Tensor) -> bool:
+    """Return whether a CUDA graph records operations, which then cannot read values."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _is_wrapper_subclass(x: Any) -> bool:
     """Return whether x is a wrapper subclass: it overrides dispatch and holds no data itself."""
     return getattr(type(x), "__torch_dispatch__", _DEFAULT_DISPATCH) is not _DEFAULT_DISPATCH
@@ -774,12 +779,13 @@ class Torch(Framework):
 
     def cond(self, condition: Any, yes: ArrayFunction, no: ArrayFunction, *args: Array) -> Array:
         # `no` is the branch that is right in both cases, so a traced graph takes it.
-        return no(*args) if self.is_traced(condition) else super().cond(condition, yes, no, *args)
+        fixed = self.is_traced(condition) or _is_captured(condition)
+        return no(*args) if fixed else super().cond(condition, yes, no, *args)
 
     def loop_until(
         self, done: ArrayFunction, step: PartialStateFunction, state: Any, limit: int
     ) -> Any:
-        if not self.is_traced(state[0]):
+        if not (self.is_traced(state[0]) or _is_captured(state[0])):
             return super().loop_until(done, step, state, limit)
         for _ in range(min(limit, MAX_UNROLLED_STEPS)):  # a graph cannot test `done`
             state = step(state)

@@ -193,6 +193,8 @@ def slower_reason(call: Call) -> str | None:
     pairs = math.prod(call.lead) * call.n * call.m
     if isinstance(call.score, EvaluatedScore) and pairs <= streaming.MAX_DENSE_NUMBERS:
         return "the scores exist already, and are few: dense is as good"
+    if not _is_plain_additive(call) and streaming.has_short_tanh(call):
+        return "the hidden units are few: dense computes them before their range is known"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
     simple = simple and streaming.slower_reason(call) is None  # otherwise `dense` is chosen

@@ -22,6 +22,7 @@ from qkv.engines.triton.tile_functions.distance import (
     locate_terms,
     mark_doubts,
     next_doubts,
+    product_factor,
     start_doubts,
     tiles_per_bit,
 )
@@ -184,7 +185,7 @@ def accumulate_key_gradients(
                 spot += (head.member * steps.o_n + start + near)[None, :]
                 ds = ds * score_tile.remaining_scale(scales.scale, F)
                 if F.WINDOW:
-                    ds = ds * (-2.0 * scales.square_scale)
+                    ds = ds * product_factor(scales, F)
                 ds = ds.to(ds_out.dtype.element_ty)
                 tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
             elif F.SLOPED:

@@ -75,9 +75,9 @@ MAX_SCORES_PER_COLUMN = tl.constexpr(8)
 """With more of the k scores in a column than this, on average, one such pass is all there is."""
 SAMPLE_DIVISOR = tl.constexpr(4)
 """A search for a large k first looks at one of so many tiles."""
-CUT_SPACING = tl.constexpr(0.16)
-"""The distance between the five cuts of `_estimate_cut`, as the logarithm of a ratio of ranks."""
-MARGIN_OF_RANK = tl.constexpr(11)
+CUT_SPACING = tl.constexpr(0.25)
+"""The distance between the three cuts of `_estimate_cut`, as the logarithm of a ratio of ranks."""
+MARGIN_OF_RANK = tl.constexpr(12)
 """How many of the k scores `_estimate_cut` leaves below its cut. Its error is about 4."""
 MAX_GUESSES = tl.constexpr(3)
 """How often a cut below the k-th score is raised."""
@@ -176,6 +176,14 @@ def _scale_scores(scales, F):
 
 
 @triton.jit
+def _without_scale(scales):
+    """Return the scales of scores that keep their order without their factor."""
+    return Scales(
+        1.0, scales.alpha, scales.times, scales.share, scales.square_scale, scales.sink
+    )  # fmt: skip
+
+
+@triton.jit
 def _choose_unit(scales, F):
     """Return the unit of entmax's scores, and scales for scores in that unit.
 
@@ -192,9 +200,7 @@ def _choose_unit(scales, F):
         )  # fmt: skip
     elif F.UNIT == 2:
         unit = scales.scale
-        scales = Scales(
-            1.0, scales.alpha, scales.times, scales.share, scales.square_scale, scales.sink
-        )
+        scales = _without_scale(scales)
     return unit, scales
 
 
@@ -550,6 +556,10 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
     third = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     hidden = tl.full((F.ROWS, PARTIAL_SUM_COLUMNS), NEG_INFINITY, tl.float32)
     count = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
+    scale = 1.0
+    if cut is None and F.UNIT == 2:
+        scale = scales.scale
+        scales = _without_scale(scales)
     for t in tl.range(edges[0], last):
         s = _tile_scores(t, rows, keys, edges, scales, z, F)
         if cut is not None:
@@ -572,6 +582,9 @@ def _find_column_peaks(cut, rows, keys, edges, last, scales, z, F):
     total = tl.sum(count, 1).to(tl.int32)
     if cut is None and not COUNTED:
         total += keys.end
+    if cut is None and F.UNIT == 2:
+        first, second = first * scale, second * scale
+        third, hidden = third * scale, hidden * scale
     if cut is not None and F.FAST:
         first, second = _exclude_lowest(first), _exclude_lowest(second)
         third, hidden = _exclude_lowest(third), _exclude_lowest(hidden)
@@ -614,17 +627,30 @@ def _split_peaks(first, second, third, rank, idle, FAST: tl.constexpr):
     low = _float_to_ordered_int(lowest)
     high = _float_to_ordered_int(tl.where(idle, 0.0, tl.max(first, 1)))
     count = rank * 0
+    count_high = count
     # Triton 3.6 fails on a loop with a condition that the loop itself does not use.
     left = MAX_RANK_STEPS
     while left > 0:
         middle = _bracket_cut(low, high, BRACKET_PARTS // 2, 0 - left + MAX_RANK_STEPS)
         found = _count_peaks(first, second, third, _ordered_int_to_float(middle), FAST)
-        pending = count != rank
-        high = tl.where(pending & (found < rank), middle, high)
+        pending = (count != rank) & (count_high != rank - 1)
+        over = pending & (found < rank)
+        high = tl.where(over, middle, high)
+        count_high = tl.where(over, found, count_high)
         low = tl.where(pending & (found >= rank), middle, low)
-        count = tl.where(pending, found, count)
-        unsure = (count != rank) & (high - low > 1) & (idle == 0)
+        count = tl.where(pending & (found >= rank), found, count)
+        unsure = (count != rank) & (count_high != rank - 1) & (high - low > 1) & (idle == 0)
         left = tl.where(tl.max(unsure.to(tl.int32), 0) > 0, left - 1, 0)
+    # If rank − 1 peaks are above `high`, the next one is the largest of the others.
+    near = (count != rank) & (count_high == rank - 1)
+    cut = tl.broadcast_to(_ordered_int_to_float(high)[:, None], first.shape)
+    next_peak = tl.where(first > cut, NEG_INFINITY, first)
+    next_peak = tl.maximum(next_peak, tl.where(second > cut, NEG_INFINITY, second))
+    next_peak = tl.max(tl.maximum(next_peak, tl.where(third > cut, NEG_INFINITY, third)), 1)
+    next_peak = tl.where(near & (next_peak > NEG_INFINITY), next_peak, 0.0)
+    low = tl.where(near, _float_to_ordered_int(next_peak) - 1, low)
+    found = _count_peaks(first, second, third, _ordered_int_to_float(low), FAST)
+    count = tl.where(near, found, count)
     cut = tl.broadcast_to(_ordered_int_to_float(low)[:, None], first.shape)
     infinite = tl.full(first.shape, float("inf"), tl.float32)
     least = tl.where(first > cut, first, infinite)
@@ -657,11 +683,10 @@ COUNT_PTX = tl.constexpr("""
     add.rn.f16x2 $0, $2, more;
 }}
 """)
-COUNT_A_PTX = tl.constexpr(COUNT_PTX.value.format("0x651F651F"))
-COUNT_B_PTX = tl.constexpr(COUNT_PTX.value.format("0x611F611F"))
-COUNT_C_PTX = tl.constexpr(COUNT_PTX.value.format("0x00000000"))
-COUNT_D_PTX = tl.constexpr(COUNT_PTX.value.format("0xE11FE11F"))
-COUNT_E_PTX = tl.constexpr(COUNT_PTX.value.format("0xE51FE51F"))
+# The bits of 4096 times the negative cut, twice.
+COUNT_A_PTX = tl.constexpr(COUNT_PTX.value.format("0x64006400"))
+COUNT_B_PTX = tl.constexpr(COUNT_PTX.value.format("0x00000000"))
+COUNT_C_PTX = tl.constexpr(COUNT_PTX.value.format("0xE400E400"))
 
 
 @triton.jit
@@ -695,7 +720,7 @@ def _estimate_cut(rows, keys, edges, scales, z, top_k, F):
     """Return a cut above which there are a few less than k scores; the largest score of each
     column; how much to raise the cut if they are more; and the number of scores of each row.
 
-    The k-th score is first estimated from a sample. Then all scores are counted above five cuts
+    The k-th score is first estimated from a sample. Then all scores are counted above three cuts
     around it, in float16. So the result is no more than a good guess.
     """
     EXCLUDES: tl.constexpr = F.STORED or F.PAIRS or F.HAS_RULE or F.HAS_MOD or F.BIAS or F.LAYOUT
@@ -703,6 +728,10 @@ def _estimate_cut(rows, keys, edges, scales, z, top_k, F):
     first = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     second = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     third = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
+    scale = 1.0
+    if F.UNIT == 2:
+        scale = scales.scale
+        scales = _without_scale(scales)
     for t in tl.range(edges[0], edges[3], SAMPLE_DIVISOR):
         s = _tile_scores(t, rows, keys, edges, scales, z, F)
         less = tl.minimum(first, s)
@@ -724,8 +753,6 @@ def _estimate_cut(rows, keys, edges, scales, z, top_k, F):
     counts_a = tl.zeros((F.ROWS, F.COLS), tl.float16)
     counts_b = tl.zeros((F.ROWS, F.COLS), tl.float16)
     counts_c = tl.zeros((F.ROWS, F.COLS), tl.float16)
-    counts_d = tl.zeros((F.ROWS, F.COLS), tl.float16)
-    counts_e = tl.zeros((F.ROWS, F.COLS), tl.float16)
     first = tl.full((F.ROWS, F.COLS), NEG_INFINITY, tl.float32)
     count = tl.zeros((F.ROWS, PARTIAL_SUM_COLUMNS), tl.float32)
     for t in tl.range(edges[0], edges[3]):
@@ -734,26 +761,20 @@ def _estimate_cut(rows, keys, edges, scales, z, top_k, F):
             count += fold_columns(tl.where(s > NEG_INFINITY, 1.0, 0.0))
         first = tl.maximum(first, s, propagate_nan=tl.PropagateNan.ALL)
         y = (s * factor - offset).to(tl.float16)
-        # The bits of 4096 times the negative cut, twice.
-        counts_a = _add_counts(counts_a, y, -2 * CUT_SPACING, COUNT_A_PTX, F.FAST)
-        counts_b = _add_counts(counts_b, y, -CUT_SPACING, COUNT_B_PTX, F.FAST)
-        counts_c = _add_counts(counts_c, y, 0.0, COUNT_C_PTX, F.FAST)
-        counts_d = _add_counts(counts_d, y, CUT_SPACING, COUNT_D_PTX, F.FAST)
-        counts_e = _add_counts(counts_e, y, 2 * CUT_SPACING, COUNT_E_PTX, F.FAST)
+        counts_a = _add_counts(counts_a, y, -CUT_SPACING, COUNT_A_PTX, F.FAST)
+        counts_b = _add_counts(counts_b, y, 0.0, COUNT_B_PTX, F.FAST)
+        counts_c = _add_counts(counts_c, y, CUT_SPACING, COUNT_C_PTX, F.FAST)
     total = tl.sum(count, 1).to(tl.int32)
     if not COUNTED:
         total += keys.end
     a = tl.log(tl.maximum(_sum_counts(counts_a), 0.5))
     b = tl.log(tl.maximum(_sum_counts(counts_b), 0.5))
     c = tl.log(tl.maximum(_sum_counts(counts_c), 0.5))
-    d = tl.log(tl.maximum(_sum_counts(counts_d), 0.5))
-    e = tl.log(tl.maximum(_sum_counts(counts_e), 0.5))
     wanted = tl.log(top_k * 1.0 - MARGIN_OF_RANK)
-    at = _interpolate(-CUT_SPACING, b, -2 * CUT_SPACING, a, wanted)
-    at = tl.where(b > wanted, _interpolate(0.0, c, -CUT_SPACING, b, wanted), at)
-    at = tl.where(c > wanted, _interpolate(CUT_SPACING, d, 0.0, c, wanted), at)
-    at = tl.where(d > wanted, _interpolate(2 * CUT_SPACING, e, CUT_SPACING, d, wanted), at)
-    return middle + at * unit, first, unit * (3.0 * MARGIN_OF_RANK) / top_k, total
+    at = _interpolate(0.0, b, -CUT_SPACING, a, wanted)
+    at = tl.where(b > wanted, _interpolate(CUT_SPACING, c, 0.0, b, wanted), at)
+    cut = (middle + at * unit) * scale
+    return cut, first * scale, (unit * scale) * (3.0 * MARGIN_OF_RANK) / top_k, total
 
 
 @triton.jit

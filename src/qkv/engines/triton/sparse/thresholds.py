@@ -58,7 +58,8 @@ def _choose_tile(query: Tensor, kernel: Any, phase: int, by_column: bool = False
     # With 128 registers four programs share a processor (three with 168, for wide entmax).
     # The three largest scores of each column fill 96 of them.
     few = kernel is best_kernel or (w <= 64 and kernel is entmax_kernel)
-    return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=128 if few else 168)
+    registers = 128 if few else (None if kernel is topk_kernel else 168)
+    return Tile(64, 64, 64, 4, 3, uses_descriptors=True, registers=registers)
 
 
 def _keeps_hidden(kernel: Any, numbers: Numbers) -> bool:
@@ -79,7 +80,7 @@ def _samples(kernel: Any, numbers: Numbers, m: int) -> bool:
 
 
 def _choose_unit(call: KernelCall) -> int:
-    """Return which factor entmax's search leaves out of its scores (`F.UNIT`)."""
+    """Return which factor a search leaves out of its scores (`F.UNIT`); top-k only knows 2."""
     facts = call.constexprs
     if call.form != "product" or facts["CAP"] != 0:
         return 0

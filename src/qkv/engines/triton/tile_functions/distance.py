@@ -21,6 +21,7 @@ from qkv.engines.triton.tile_functions.tiles import (
     fast_exp2,
     fold_columns,
     is_apart,
+    is_positive,
     limited_product,
 )
 
@@ -146,18 +147,22 @@ def _sum_squared_differences(own, others, start, here, F):
 
 
 @triton.jit
-def _is_sure(square, total, F, EDGE: tl.constexpr):
+def _is_sure(square, a, total, F, EDGE: tl.constexpr):
     """Return 1.0 where r² from the expanded square is precise enough for the score, else 0.0.
 
-    `total` is (‖q‖² + ‖k‖²) / width², to which the rounding error of r² is proportional. It depends
-    on the pair alone. So every pass with the same EDGE finds the same pairs. Without EDGE, the edge
-    at r = 1 does not matter: there, triangular and Epanechnikov scores are 0 to within the error.
+    `total` is (‖q‖² + ‖k‖²) / width², to which the rounding error of r² is proportional, and `a`
+    the part of the tile's rows. Both depend on the pair alone, not on its tile. Without EDGE, the
+    edge at r = 1 does not matter: there, triangular and Epanechnikov scores are 0 to within the
+    error.
     """
     # A sum of at most 256 products is that precise; the squares are sums of at most as many.
     UNIT: tl.constexpr = (2.0**-21 if F.APART else 2.0**-22) * (1 if F.W <= 256 else 4)
     TOLERANCE: tl.constexpr = 2.0**-16 if F.APART else 2.0**-10  # of a score
     if EDGE or F.FORM == "boxcar":
-        sure = is_apart(square - 1.0, total * UNIT, F.FAST)
+        # Where r is about 1, ‖k‖ / width is at most ‖q‖ / width + 1.
+        reach = tl.sqrt(a) + 1.0
+        slack = (a + reach * reach) * (1.01 * UNIT)
+        sure = is_apart(square - 1.0, tl.broadcast_to(slack, square.shape), F.FAST)
         if F.FORM == "epanechnikov":
             sure = sure * exceeds(TOLERANCE / UNIT, total, F.FAST)
     elif F.FORM == "epanechnikov":
@@ -170,7 +175,7 @@ def _is_sure(square, total, F, EDGE: tl.constexpr):
             floor = tl.maximum((total * total) * (SLOPE * SLOPE), total * (4.0 * UNIT))
         else:  # at least that, up to a total for which all scores are 0 where r² is above
             floor = total * 2.0**-13
-        known = exceeds(square, floor, F.FAST)
+        known = limited_product(square - floor, 3e38, F.FAST)
         if EDGE:
             sure = sure * known
         else:
@@ -200,7 +205,7 @@ def window_square(
         b = tl.load(others.terms + start + here)
     total = a + (b * scale)[None, :]
     square = x * (-2.0 * scale) + total
-    sure = _is_sure(square, total, F, EDGE)
+    sure = _is_sure(square, a, total, F, EDGE)
     if EXACT != 1:  # noqa: SIM102
         if tl.min(tl.min(sure, 1), 0) == 0.0:
             exact = _sum_squared_differences(own, others, start, here, F) * scale
@@ -308,7 +313,7 @@ def bounded_window_weights(square, low, scale, F, EXACT: tl.constexpr):
 
 @triton.jit
 def _window_profile(square, F, EXACT: tl.constexpr):
-    """Return the score at r², and its derivative in r².
+    """Return the score at r², and its derivative in r² without the factor of `product_factor`.
 
     With EXACT = 1, pairs that are not sure may have any finite score and derivative.
     """
@@ -323,20 +328,20 @@ def _window_profile(square, F, EXACT: tl.constexpr):
         if EXACT == 1:
             root = _inverse_root(tl.maximum(square, 1e-30), F.FAST)
             s = 1.0 - limited_product(square, root, F.FAST)
-            slope = exceeds(s, 0.0, F.FAST) * (-0.5 * root)
+            slope = is_positive(s, F.FAST) * root
         else:
             inside = ((square > 0.0) & (square < 1.0)) | (square != square)
             r = tl.sqrt(tl.where(inside, square, 1.0))
             s = tl.where(square == 0.0, 1.0, 1.0 - r)
-            slope = tl.where(inside, -0.5 / r, 0.0)
+            slope = tl.where(inside, 1.0 / r, 0.0)
     elif EXACT == 1:
         s = 1.0 - limited_product(square, 1.0, F.FAST)
-        slope = -exceeds(s, 0.0, F.FAST)
+        slope = is_positive(s, F.FAST)
     else:
         s = 1.0 - square
         on = (s <= 0.0) == 0  # or NaN
         s = tl.where(on, s, 0.0)
-        slope = tl.where(on, -1.0, 0.0)
+        slope = tl.where(on, 1.0, 0.0)
     return s, slope
 
 
@@ -344,9 +349,10 @@ def _window_profile(square, F, EXACT: tl.constexpr):
 def apply_distance_form(
     x, own, others, start, here, cap, scales, times, F, EXACT: tl.constexpr = 0
 ):
-    """Return s of a tile and its derivative in r² (for Laplace in Σ |q − k|), without the scale.
+    """Return s of a tile and its derivative, without the scale.
 
-    With F.CAP < 0 each query has its own factor, `cap`, which is part of the derivative. The third
+    The derivative of a window is that of `_window_profile`, of Laplace that in Σ |q − k|. With
+    F.CAP < 0 each query has its own factor, `cap`, which is part of the derivative. The third
     result and EXACT are those of `window_square`.
     """
     sure = x
@@ -384,5 +390,12 @@ def finish_product_gradient(total, held, part, scales, F):
     if F.WINDOW:
         some = part[:, None]
         total = total - tl.where(some == 0.0, 0.0, some * held.to(tl.float32))
-        total = total * (-2.0 * scales.square_scale)
+        total = total * product_factor(scales, F)
     return total
+
+
+@triton.jit
+def product_factor(scales, F):
+    """Return the factor of a gradient of φ·ψ that `_window_profile` leaves out."""
+    FACTOR: tl.constexpr = 1.0 if F.FORM == "triangular" else 2.0
+    return scales.square_scale * FACTOR
