@@ -520,7 +520,8 @@ class Answer(Displayable):
         lack the key. It is lower if the query is far from every number or date of the keys, or if
         the rows of the best key have different numbers, or if a short query and the best key have
         different numbers. It is 0 if the query is a key whose value is missing.
-        `Database.calibrate` corrects it on pairs.
+        `Database.calibrate` corrects it on pairs. With keys of numbers and vectors, it is corrected
+        on rows of the table that are left out, if some of them have the same value.
 
         None if the value is a mean, whose `spread` says more, or if the weights do not sum to 1 or
         all of it is given to one row (`hard`).
@@ -536,9 +537,10 @@ class Answer(Displayable):
             return MAX_CONFIDENCE
         logit = self._backend.calibrate_logit(self._confidence_logit)
         logit = min(max(logit, -MAX_LOGIT), MAX_LOGIT)
-        probability = min(1 / (1 + math.exp(-logit)), MAX_CONFIDENCE)
-        probability *= self._backend.confidence_factor(self.rows)
-        return min(probability, self._backend.confidence_limit(self._confidence_logit))
+        probability = self._backend.left_out_confidence(self._confidence_logit)
+        if probability is None:
+            probability = 1 / (1 + math.exp(-logit))
+        return min(probability, MAX_CONFIDENCE) * self._backend.confidence_factor(self.rows)
 
     @property
     def _confidence_logit(self) -> float:

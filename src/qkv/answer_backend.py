@@ -146,12 +146,12 @@ class AnswerBackend(ABC):
         """
         return 1.0
 
-    def confidence_limit(self, logit: float) -> float:
-        """Return the largest confidence: that of answers for keys that are left out.
+    def left_out_confidence(self, logit: float) -> float | None:
+        """Return the share of right answers with this logit for keys that are left out.
 
-        `logit` is that of the default formula.
+        None if it is not known.
         """
-        return 1.0
+        return None
 
     def is_value_of_own_key(self, rows: list[Row]) -> bool:
         """Return whether the query equals a key of numbers or dates, whose rows have the value."""

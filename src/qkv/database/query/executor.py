@@ -46,7 +46,12 @@ from qkv.database.query.number_hint import (
 from qkv.database.query.scan import RowScan, as_batch, identify_value
 from qkv.database.table import cells
 from qkv.database.table.encoding import SPELLING_ENCODERS, add_word_columns
-from qkv.database.table.left_out_error import ENCODER_KINDS, LeftOutError, distance_of_score
+from qkv.database.table.left_out_error import (
+    ENCODER_KINDS,
+    FAR_FACTOR,
+    LeftOutError,
+    distance_of_score,
+)
 from qkv.database.table.row_selection import RowSelection
 from qkv.database.table.view import TableView
 from qkv.errors import ArgumentError, CombinationError, format_plural, join_alternatives
@@ -90,6 +95,9 @@ MIN_LIKELY_WEIGHT = 0.5
 MAX_ERROR_SHARE, MIN_WRONG_SHARE = 0.7, 0.5
 """A hint says that nearby keys say little about the value if the expected error is above this share
 of the standard deviation of the values, or if this share of the answers is wrong."""
+
+NUMBERS_DISTANCE_FACTOR = 4.0
+"""Between two numbers or dates, a number as value soon is like that of a left-out key."""
 
 UNIFORM_ROW_SHARE = 0.98
 """If the number of effective rows is above this share of the rows, the weights count as uniform."""
@@ -429,6 +437,10 @@ class LocalBackend(AnswerBackend):
         score = executor.view.resolve_score(None)
         if executor.score is not score or not executor.row_count:
             return 0.0
+        if encoder.kind == "arrays":
+            estimate = executor.view.left_out_error
+            distance = distance_of_score(score, self.best_score)
+            return 0.0 if estimate is None else distance / estimate.far_distance
         if encoder.kind != "numbers":
             columns = find_number_columns(executor.view, self.query)
             return max((column.far_ratio for column in columns), default=0.0)
@@ -462,6 +474,8 @@ class LocalBackend(AnswerBackend):
         if bool(estimate.deviation) != executor.value_is_mean or len(estimate.at_keys) != columns:
             return None
         distance = distance_of_score(score, self.best_score)
+        if executor.view.encoder.kind == "numbers" and executor.view.schema.can_pool_values:
+            distance *= NUMBERS_DISTANCE_FACTOR
         return estimate, min(distance / estimate.distance, 1.0)
 
     def compute_expected_error(self) -> Any:
@@ -470,9 +484,9 @@ class LocalBackend(AnswerBackend):
         estimate, share = self.left_out_error
         return self.executor.unpack_value(estimate.expect_error(share))
 
-    def confidence_limit(self, logit: float) -> float:
+    def left_out_confidence(self, logit: float) -> float | None:
         if self.left_out_error is None or not isinstance(self.executor.calibration, str):
-            return 1.0
+            return None
         estimate, share = self.left_out_error
         return estimate.expect_confidence(share, logit)
 
@@ -677,6 +691,11 @@ class LocalBackend(AnswerBackend):
         for column in find_number_columns(view, self.query):
             if column.far_ratio > 1:
                 return column.describe()
+        if view.encoder.kind == "arrays":
+            return (
+                f"the query is far from every key: {FAR_FACTOR * self.far_ratio:.3g} times as far "
+                "as any key is from its nearest"
+            )
         code = view.encode_queries(as_batch(self.query))
         return describe_far_query(view, self.query, code, rows[0].key)
 

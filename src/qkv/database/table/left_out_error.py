@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,9 @@ MAX_EXACT_WIDTH = 8
 MAX_DISTINCT_SHARE = 0.5
 """If more values than this share are distinct, they are names of rows: no other row has them."""
 
+FAR_FACTOR = 2.0
+"""A query is far if its distance is more than this times the largest between nearest keys."""
+
 USUAL_DISTANCE_PERCENTILE = 25
 """From this percentile of the distances between nearest keys on, a query is like a left-out key."""
 
@@ -60,7 +63,8 @@ class LeftOutError:
     this logit of the confidence, with (a, b) `at_keys_logit` or `left_out_logit`.
 
     `distance` is the distance between nearest keys from which a query counts as left out. Its unit
-    is that of the score: a row at distance x has the weight e^(−x² / 2) of an equal key.
+    is that of the score: a row at distance x has the weight e^(−x² / 2) of an equal key. A query
+    beyond `far_distance` is far from every key. If values are not checked, the errors are empty.
     """
 
     at_keys: tuple[float, ...]
@@ -69,23 +73,25 @@ class LeftOutError:
     distance: float
     at_keys_logit: tuple[float, ...] = (0.0, 1.0)
     left_out_logit: tuple[float, ...] = (0.0, 1.0)
+    far_distance: float = 1e300
 
     @classmethod
     def from_settings(cls, settings: Any) -> LeftOutError | None:
         """Return the estimate in the settings of a store; None if there is none that is valid."""
         try:
-            distance = float(settings["distance"])
+            distance, far_distance = (float(settings[x]) for x in ("distance", "far_distance"))
             lists = {
                 field.name: tuple(map(float, settings[field.name]))
                 for field in fields(cls)
-                if field.name != "distance"
+                if field.name not in ("distance", "far_distance")
             }
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
-        estimate = cls(distance=distance, **lists)
+        estimate = cls(distance=distance, far_distance=far_distance, **lists)
         columns, logits = len(estimate.at_keys), (estimate.at_keys_logit, estimate.left_out_logit)
         errors = (*estimate.at_keys, *estimate.left_out, *estimate.deviation)
-        is_valid = all(0 <= x < math.inf for x in errors) and 0 < distance < math.inf
+        is_valid = all(0 <= x < math.inf for x in errors)
+        is_valid = is_valid and 0 < distance <= far_distance < math.inf
         is_valid = is_valid and all(map(math.isfinite, (x for each in logits for x in each)))
         fits = len(estimate.left_out) == columns and len(estimate.deviation) in (0, columns)
         return estimate if is_valid and fits and {len(x) for x in logits} == {2} else None
@@ -134,7 +140,7 @@ def describe_left_out_error(
     `keys` and `columns` are new rows. `ids` are the ids of older rows of the view. If `columns` is
     empty, `keys` are those of all rows of the view instead: they get new vectors.
     """
-    if encoder.kind not in ENCODER_KINDS or schema.value_kind == "vector":
+    if encoder.kind not in ENCODER_KINDS:
         return {}
     try:
         if not columns and view is not None:
@@ -160,7 +166,9 @@ def describe_left_out_error(
         return {}
     vectors = np.concatenate([part[0] for part in parts])
     values: Any = [value for part in parts for value in part[1]]
-    if schema.can_pool_values:
+    if schema.value_kind == "vector":
+        values, is_present = None, np.ones(len(vectors), bool)
+    elif schema.can_pool_values:
         values = np.array(values)
         is_present = np.isfinite(values).all(axis=1)
         values = values[is_present]
@@ -220,14 +228,14 @@ def _takes_mean(schema: Schema, keys: Any, view: TableView | None) -> bool:
 
 
 def estimate_left_out_error(
-    keys: np.ndarray, values: Sequence[Any] | np.ndarray, score: Score, takes_mean: bool
+    keys: np.ndarray, values: Sequence[Any] | np.ndarray | None, score: Score, takes_mean: bool
 ) -> LeftOutError | None:
     """Return the estimate for vectors (m, d) of keys and the values of these rows.
 
     `values` is an array (m, c) of numbers, or a sequence of hashable values. The value of an answer
     is the weighted mean with `takes_mean`. Otherwise it is that of the best key for numbers, and
-    the one with the most weight for other values. Return None if there are too few rows, or if
-    no two rows have the same value, and values are not numbers.
+    the one with the most weight for other values. Values are not checked if they are None, or if
+    most of them are distinct and not numbers. Return None if there are too few rows.
 
     >>> x = np.linspace(0, 10, 50)[:, None]
     >>> score = Gaussian(0.2)
@@ -238,66 +246,85 @@ def estimate_left_out_error(
     """
     if len(keys) < MIN_EXAMPLES or not isinstance(score, Gaussian | Cosine):
         return None
-    numbers = values if isinstance(values, np.ndarray) else None
-    if numbers is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            deviation = numbers.std(axis=0, dtype=float)
-            centred = numbers - numbers.mean(axis=0, dtype=float)
-        if not np.isfinite(deviation).all():
-            return None
-        labels = np.unique(numbers, axis=0, return_inverse=True)[1].reshape(-1)
-    else:
-        codes: dict[Any, int] = {}
-        labels = np.array([codes.setdefault(value, len(codes)) for value in values])
-        if len(codes) > MAX_DISTINCT_SHARE * len(labels):
-            return None
     rows = _scale_keys(keys, score)
     limit = MAX_PRODUCTS // max(rows.size, 1)
-    count = min(max(limit, MIN_QUERIES), MAX_QUERIES)
-    queries = neighbours.sample_positions(len(rows), count, 2)
-    errors: tuple[list[np.ndarray], ...] = ([], [])  # at the keys, and left out
-    logits: tuple[list[np.ndarray], ...] = ([], [])
+    queries = neighbours.sample_positions(len(rows), min(max(limit, MIN_QUERIES), MAX_QUERIES), 2)
+    check = _ValueCheck(values, takes_mean) if values is not None else None
+    check = check if check is not None and check.is_possible else None
     nearest: list[np.ndarray] = []
     size = max(SCORES_PER_BLOCK // len(rows), MIN_QUERIES_PER_BLOCK)
     for start in range(0, len(queries), size):
         block = queries[start : start + size]
         scores = _compute_scores(rows, block, score)
-        for leaves_out in (False, True):
-            scores[np.arange(len(block)), block] = -np.inf if leaves_out else 0.0
-            weights = _softmax(scores)
-            if takes_mean:
-                error = (weights @ centred - centred[block]) ** 2
-            else:
-                predicted, logit = _find_heaviest_labels(weights, labels)
-                logits[leaves_out].append(logit)
-                if numbers is None:
-                    error = predicted != labels[block]
-                else:
-                    best = scores >= scores.max(axis=1, keepdims=True)
-                    mean = best @ numbers / best.sum(axis=1, keepdims=True)
-                    difference = np.abs(mean - numbers[block])
-                    error = (difference > MAX_RELATIVE_DIFFERENCE * np.abs(mean)).any(axis=1)
-                error = error.astype(float)[:, None]
-            errors[leaves_out].append(error)
+        for is_left_out in (False, True):
+            scores[np.arange(len(block)), block] = -np.inf if is_left_out else 0.0
+            if check is not None:
+                check.add(scores, block, is_left_out)
         nearest.append(scores.max(axis=1))
     distance = np.sqrt(np.maximum(-2 * np.concatenate(nearest), 0))
     distance = distance[distance > 0]
-    at_keys, left_out = map(np.concatenate, errors)
-    if not (len(distance) and np.isfinite(left_out).all()):
+    if not len(distance):
         return None
     usual_distance = float(np.percentile(distance, USUAL_DISTANCE_PERCENTILE))
-    means = [each.mean(axis=0) for each in (at_keys, left_out)]
-    if takes_mean:
-        means = [*map(np.sqrt, means)]
-    # A key has no larger error than it has without its own row.
-    smaller, larger = tuple(np.minimum(*means).tolist()), tuple(means[1].tolist())
-    if takes_mean:
-        return LeftOutError(smaller, larger, tuple(deviation.tolist()), usual_distance)
-    fits = [
-        fit_logit(np.concatenate(logit), 1 - error[:, 0])
-        for logit, error in zip(logits, (at_keys, left_out), strict=True)
-    ]
-    return LeftOutError(smaller, larger, (), usual_distance, fits[0], fits[1])
+    far_distance = FAR_FACTOR * float(distance.max())
+    errors = None if check is None else check.measure_errors()
+    if errors is None:
+        return LeftOutError((), (), (), usual_distance, far_distance=far_distance)
+    return replace(errors, distance=usual_distance, far_distance=far_distance)
+
+
+class _ValueCheck:
+    """Compares the values of rows with answers at their keys."""
+
+    def __init__(self, values: Sequence[Any] | np.ndarray, takes_mean: bool):
+        self.numbers = values if isinstance(values, np.ndarray) else None
+        self.takes_mean = takes_mean
+        self.errors: tuple[list[np.ndarray], ...] = ([], [])  # at the keys, and left out
+        self.logits: tuple[list[np.ndarray], ...] = ([], [])
+        if self.numbers is None:
+            codes: dict[Any, int] = {}
+            self.labels = np.array([codes.setdefault(value, len(codes)) for value in values])
+            self.is_possible = len(codes) <= MAX_DISTINCT_SHARE * len(self.labels)
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.deviation = self.numbers.std(axis=0, dtype=float)
+            self.centred = self.numbers - self.numbers.mean(axis=0, dtype=float)
+        self.labels = np.unique(self.numbers, axis=0, return_inverse=True)[1].reshape(-1)
+        self.is_possible = bool(np.isfinite(self.deviation).all())
+
+    def add(self, scores: np.ndarray, rows: np.ndarray, is_left_out: bool) -> None:
+        """Compare the answers for scores (q, m) with the values of the rows (q,)."""
+        weights = _softmax(scores)
+        if self.takes_mean:
+            self.errors[is_left_out].append((weights @ self.centred - self.centred[rows]) ** 2)
+            return
+        predicted, logit = _find_heaviest_labels(weights, self.labels)
+        if self.numbers is None:
+            is_wrong = predicted != self.labels[rows]
+        else:
+            best = scores >= scores.max(axis=1, keepdims=True)
+            mean = best @ self.numbers / best.sum(axis=1, keepdims=True)
+            difference = np.abs(mean - self.numbers[rows])
+            is_wrong = (difference > MAX_RELATIVE_DIFFERENCE * np.abs(mean)).any(axis=1)
+        self.errors[is_left_out].append(is_wrong.astype(float)[:, None])
+        self.logits[is_left_out].append(logit)
+
+    def measure_errors(self) -> LeftOutError | None:
+        """Return the errors, with any distance; None if they overflow."""
+        errors = [*map(np.concatenate, self.errors)]
+        means = [each.mean(axis=0) for each in errors]
+        means = [np.sqrt(mean) if self.takes_mean else mean for mean in means]
+        if not np.isfinite(means).all():
+            return None
+        # A key has no larger error than it has without its own row.
+        smaller, larger = tuple(np.minimum(*means).tolist()), tuple(means[1].tolist())
+        if self.takes_mean:
+            return LeftOutError(smaller, larger, tuple(self.deviation.tolist()), 1.0)
+        fits = [
+            fit_logit(np.concatenate(logit), 1 - error[:, 0])
+            for logit, error in zip(self.logits, errors, strict=True)
+        ]
+        return LeftOutError(smaller, larger, (), 1.0, fits[0], fits[1])
 
 
 def _scale_keys(keys: np.ndarray, score: Gaussian | Cosine) -> np.ndarray:
