@@ -100,12 +100,12 @@ def list_rows(
     shape: tuple[int, ...],
     sides: dict[str, Callable[..., Tensor]],
     equation: Callable[..., Tensor] | None,
-    goal: tuple[str, float],
+    goals: dict[str, float],
     directions: tuple[str, ...] = tuple(DIRECTIONS),
     dtype: torch.dtype = DTYPE,
     learned: Tensor | None = None,
 ) -> Iterator[Row]:
-    """Yield a row for each direction. The goal is (peer, how many times its time is allowed).
+    """Yield a row for each direction. The goals say how many times a peer's time is allowed.
 
     `learned` is an array that the functions read, whose gradient is computed too.
     """
@@ -125,7 +125,7 @@ def list_rows(
             {side: adapt_side(side, partial(run, function)) for side, function in sides.items()},
             [given],
             exact=exact if equation else None,
-            goals={goal[0]: 1 / goal[1]},
+            goals={peer: 1 / times for peer, times in goals.items()},
             clock=Cuda() if DEVICE == "cuda" else Cpu(),
             repeats=15,
         )
@@ -159,7 +159,7 @@ def alibi_rows() -> Iterator[Row]:
         (size(4, 1), heads, ROWS, 64),
         {"qkv": attend, "flex": flex},
         partial(attend, engine="dense"),
-        ("flex", 1.0),
+        {"flex": 1.0},
     )
 
 
@@ -182,7 +182,7 @@ def t5_rows() -> Iterator[Row]:
         (2, heads, ROWS, 64),
         {"qkv": attend, "SDPA of a float mask": partial(sdpa, attn_mask=pairs)},
         partial(attend, engine="dense"),
-        ("SDPA of a float mask", 1.0),
+        {"SDPA of a float mask": 1.0},
     )
 
 
@@ -194,7 +194,7 @@ def entmax_sink_rows() -> Iterator[Row]:
         (size(4, 1), heads, ROWS, 64),
         {"qkv": attend, "qkv without a sink": partial(qkv.attend, weighting="entmax15")},
         partial(attend, engine="dense"),
-        ("qkv without a sink", 1.1),
+        {"qkv without a sink": 1.1},
     )
 
 
@@ -213,7 +213,7 @@ def sink_rows() -> Iterator[Row]:
         (size(4, 1), heads, ROWS, 64),
         {"qkv": attend, "flex": scale_by_sink},
         partial(attend, engine="dense"),
-        ("flex", 1.0),
+        {"flex": 1.0},
     )
 
 
@@ -236,6 +236,7 @@ def packed_rows() -> Iterator[Row]:
         parts = [[x[:, :, a:b] for x in (query, key, value)] for a, b in itertools.pairwise(bounds)]
         return torch.cat([sdpa(*part, is_causal=causal) for part in parts], 2)
 
+    document = torch.bucketize(torch.arange(total, device=DEVICE), cu[1:], right=True)
     for causal in (False, True):
         kind = ", causal" if causal else ""
         yield from list_rows(
@@ -244,10 +245,23 @@ def packed_rows() -> Iterator[Row]:
             {
                 "qkv": partial(qkv.attend, mask=masks.packed(cu, causal=causal)),
                 "torch's variable lengths": partial(run_varlen, causal=causal),
+                "flex": flex_of_documents(document, causal),
             },
             partial(run_each, causal=causal),
-            ("torch's variable lengths", 1.1),
+            {"torch's variable lengths": 1.1, "flex": 1.0},
         )
+
+
+def flex_of_documents(document: Tensor, causal: bool) -> Callable[..., Tensor]:
+    """Return FlexAttention in which each row attends to those of its document."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (document[i] == document[j]) & ((i >= j) | (not causal))
+
+    total = len(document)
+    block_mask = create_block_mask(sees, None, None, total, total, device=DEVICE, _compile=False)
+    return compile_flex(block_mask=block_mask)
 
 
 def sum_by_chunks(query: Tensor, key: Tensor, value: Tensor, rates: Tensor | None = None) -> Tensor:
@@ -304,7 +318,7 @@ def float16_rows() -> Iterator[Row]:
         (batch, heads, n, 64),
         {"qkv": normalized, "fla": run_linear_fla},
         sum_normalized,
-        ("fla", 1.2),
+        {"fla": 1.2},
         dtype=torch.float16,
     )
 
@@ -325,14 +339,14 @@ def linear_rows() -> Iterator[Row]:
         shape,
         {"qkv": normalized, "fla": run_linear_fla, "SDPA": partial(sdpa, is_causal=True)},
         sum_normalized,
-        ("fla", 1.2),
+        {"fla": 1.2},
     )
     yield from list_rows(
         f"linear attention of dot products, raw, causal, B{batch} H{heads} n{n} d64",
         shape,
         {"qkv": partial(attend, score="dot", weighting="raw"), "fla": run_raw_fla},
         sum_by_chunks,
-        ("fla", 1.2),
+        {"fla": 1.2},
     )
     torch.manual_seed(0)
     given = tuple(draw(*shape) for _ in range(3))
@@ -392,14 +406,14 @@ def decay_rows() -> Iterator[Row]:
             (batch, heads, n, 64),
             {"qkv": partial(attend, rates=rates), "fla": run_fla},
             partial(sum_by_chunks, rates=rates),
-            ("fla", 1.2),
+            {"fla": 1.2},
         )
     yield from list_rows(
         f"decay, causal, B{batch} H{heads} n{size(4096, 128)} d64, learned rates",
         (batch, heads, size(4096, 128), 64),
         {"qkv": partial(attend, rates=learned), "fixed rates": partial(attend, rates=rates)},
         partial(sum_by_chunks, rates=learned),
-        ("fixed rates", 2.0),
+        {"fixed rates": 2.0},
         ("forward + backward",),
         learned=learned,
     )
