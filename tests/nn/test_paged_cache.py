@@ -105,6 +105,35 @@ def test_beams_are_selected():
     assert both.paged.used_pages == 2 + 3
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_same_as_the_paged_attention_of_transformers(has_sinks):
+    eager_paged = pytest.importorskip("transformers.integrations.eager_paged")
+    both = Both()
+    sequences = [both.add() for _ in range(3)]
+    for sequence, n in zip(sequences, (3, 9, 6), strict=True):
+        both.append([sequence], n)
+    query = both.normal(3, HEADS, 1, D)
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor([3, 9, 6]))
+    bias = torch.zeros(1, 1, 3, 18).masked_fill(owner != torch.arange(3)[:, None], -torch.inf)
+
+    class PackedCache:  # transformers has the rows of all sequences in one row of the batch
+        def update(self, **_):
+            rows = torch.cat([both.rows[x] for x in sequences], -2)
+            return rows[0][None], rows[1][None]
+
+    module = torch.nn.Module()
+    module.layer_idx, module.num_key_value_groups = 0, HEADS // SHARED
+    options = {}
+    if has_sinks:
+        module.sinks = both.normal(HEADS)
+        options["weighting"] = qkv.weightings.Softmax(sink=module.sinks)
+    theirs, _ = eager_paged.eager_paged_attention_forward(
+        module, query.transpose(0, 2), None, None, bias, D**-0.5, cache=PackedCache()
+    )
+    ours = both.paged.attend(query, sequences, **options)
+    torch.testing.assert_close(ours.permute(2, 0, 1, 3), theirs)
+
+
 def test_int8_pages():
     both = Both(int8=True)
     a, b = both.add(), both.add()
