@@ -340,9 +340,10 @@ def measure_confidence(task: Task, seeds: Sequence[int]) -> dict[str, Any]:
     """Return the error of the confidence by default, and after `calibrate` with so many pairs.
 
     Even a perfect confidence has the smallest error, because the queries are few. The debiased
-    error is not larger because of that.
+    error is not larger because of that, if no query is asked twice.
     """
     said: dict[int, list[np.ndarray]] = {}
+    texts: dict[int, list[str]] = {}
     is_right: dict[int, list[np.ndarray]] = {}
     for seed in seeds:
         keys, asked, right = draw(task, seed)
@@ -359,11 +360,14 @@ def measure_confidence(task: Task, seeds: Sequence[int]) -> dict[str, Any]:
             bias, slope = fit_logit(logit[:count], was_right[:count])
             p = np.minimum(1 / (1 + np.exp(-bias - slope * logit)), MAX_CONFIDENCE) * factor
             said.setdefault(count, []).append(p[count:])
+            texts.setdefault(count, []).extend(asked[count:])
             is_right.setdefault(count, []).append(was_right[count:])
     row: dict[str, Any] = {}
     for count in said:
         p, y = np.concatenate(said[count]), np.concatenate(is_right[count])
-        drawn = [np.random.default_rng(i).random(len(p)) < p for i in range(50)]
+        # A query that several seeds ask is right for all of them, or for none.
+        distinct, number = np.unique(texts[count], return_inverse=True)
+        drawn = [np.random.default_rng(i).random(len(distinct))[number] < p for i in range(50)]
         when = f" after {count} pairs" if count else ""
         row[f"confidence error{when}"] = calibration_error(p, y)
         row[f"smallest error{when}"] = float(np.mean([calibration_error(p, x) for x in drawn]))
@@ -378,6 +382,11 @@ def debiased_error(said: np.ndarray, is_right: np.ndarray) -> float:
 
     The variance that the share has because the queries of a bin are few is subtracted from the
     square (Kumar, Liang and Ma 2019). So it estimates the error of infinitely many queries.
+
+    >>> debiased_error(np.full(100, 0.5), np.arange(100) % 2 == 0)
+    0.0
+    >>> round(debiased_error(np.full(100, 0.9), np.arange(100) % 2 == 0), 2)
+    0.4
     """
     bins, total = np.minimum((said * 10).astype(int), 9), 0.0
     for b in range(10):

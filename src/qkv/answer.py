@@ -62,12 +62,12 @@ MISMATCH_FACTOR = 2.0
 The mismatch is that of the words of the query and the best key. The factor is chosen on names,
 titles, phrases and identifiers, half of them without a right row.
 """
-MAX_NUMBER_BONUS = 2.0
+MAX_NUMBER_BONUS = 3.0
 """If the best key has the numbers of the query, min(t ln(p₁ / p₂), this) is added to the logit.
 
 A number has no other spelling and no synonym: a key that has it is right more often than a key
 with the same words. How far the value is ahead of the next one still counts, because other keys may
-have the number too. The limit is chosen on changelogs, packages and products.
+have the number too. The limit has the best likelihood on changelogs, packages and products.
 """
 MIN_OTHER_WORDS = 0.2
 """The mismatch from which a query has other words than the best key."""
