@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ MAX_HIDING_RANK = 128
 MIN_KEYS_PER_CHOSEN = 8
 """The fewest keys per k for which the top-k search guesses from a sample: the three largest of
 every fourth scores of a column hold that share."""
+MAX_POWER_DIGITS = 20
+"""The most digits before or after the point of a power of a score, so that sums stay in float32."""
 MIN_STORED_KEYS = 512
 """The fewest keys for which writing the scores is worth its launch."""
 MAX_STORED_COLUMNS = 4096
@@ -85,8 +88,16 @@ def _choose_unit(call: KernelCall) -> int:
     if call.form != "product" or facts["CAP"] != 0:
         return 0
     if facts["PAIRS"] == 2 or facts["HAS_MOD"]:
-        return int(call.scales.times > 0)
-    return 2 if call.is_plain_product and call.scales.scale > 0 else 0
+        return int(_is_summable_unit(call, call.scales.times))
+    return 2 if call.is_plain_product and _is_summable_unit(call, call.scales.scale) else 0
+
+
+def _is_summable_unit(call: KernelCall, factor: float) -> bool:
+    """Return whether powers of entmax's scores in units of the factor are no over- or underflow."""
+    if factor <= 0 or call.weighting != "entmax":
+        return factor > 0
+    less = call.scales.alpha - 1
+    return abs(math.log10(factor * less)) / less <= MAX_POWER_DIGITS
 
 
 def _launch_search(
