@@ -63,6 +63,25 @@ def test_the_confidence_of_classes_is_that_of_new_queries(name: str, as_array: b
         assert confidence.mean() < 0.65
 
 
+@pytest.mark.parametrize("name", ["iris", "wine", "breast_cancer", "digits"])
+def test_the_confidence_of_known_tables_is_the_share_of_right_answers(name: str) -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    keys, classes = getattr(datasets, f"load_{name}")(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(keys))[:500]
+    known, new = order[: len(order) * 7 // 10], order[len(order) * 7 // 10 :]
+    D = qkv.Database(keys[known], [f"class {x}" for x in classes[known]])
+    answers = D.ask(keys[new])
+    right = [answer.value == f"class {x}" for answer, x in zip(answers, classes[new], strict=True)]
+    assert np.mean(right) > 0.85
+    assert abs(np.mean([answer.confidence for answer in answers]) - np.mean(right)) < 0.08
+
+
+def test_a_sample_of_a_large_table_is_enough() -> None:
+    keys, queries = rng.uniform(0, 10, (40_000, 2)), rng.uniform(0, 10, (60, 2))
+    noise = qkv.Database(keys, rng.choice(["a", "b", "c", "d"], len(keys)).tolist())
+    assert np.mean([answer.confidence for answer in noise.ask(queries)]) < 0.45
+
+
 def test_a_key_of_the_table_stays_sure() -> None:
     keys = rng.normal(size=(ROWS, 8))
     numbers = qkv.Database(keys, rng.normal(size=ROWS))

@@ -32,8 +32,8 @@ MIN_EXAMPLES = 8
 MAX_QUERIES, MIN_QUERIES = 256, 64
 """The number of keys that are left out. It is smaller if the keys are many and long."""
 
-MAX_ROWS, MAX_NUMBERS, MAX_PRODUCTS = 2**17, 2**25, 2**30
-"""The rows that are read, the numbers in their keys, and the products that are computed."""
+MAX_ROWS, MAX_NUMBERS, MAX_SCORES = 2**14, 2**25, 2**20
+"""The rows that are read, the numbers in their keys, and the scores that are computed."""
 
 MIN_QUERIES_PER_BLOCK, SCORES_PER_BLOCK = 16, 2**20
 
@@ -177,7 +177,12 @@ def describe_left_out_error(
         values = [value for value in values if value is not None]
     score, takes_mean = encoder.default_score(count), _takes_mean(schema, keys, view)
     estimate = estimate_left_out_error(vectors[is_present], values, score, takes_mean)
-    return {} if estimate is None else {"left_out_error": estimate.to_settings()}
+    if estimate is None:
+        return {}
+    # In the whole table, keys are nearer to each other than in the sample.
+    shrink = (len(at) / count) ** (1 / vectors.shape[1])
+    estimate = replace(estimate, distance=estimate.distance * shrink)
+    return {"left_out_error": estimate.to_settings()}
 
 
 def _read_examples(
@@ -247,8 +252,8 @@ def estimate_left_out_error(
     if len(keys) < MIN_EXAMPLES or not isinstance(score, Gaussian | Cosine):
         return None
     rows = _scale_keys(keys, score)
-    limit = MAX_PRODUCTS // max(rows.size, 1)
-    queries = neighbours.sample_positions(len(rows), min(max(limit, MIN_QUERIES), MAX_QUERIES), 2)
+    limit = min(max(MAX_SCORES // len(rows), MIN_QUERIES), MAX_QUERIES)
+    queries = neighbours.sample_positions(len(rows), limit, 2)
     check = _ValueCheck(values, takes_mean) if values is not None else None
     check = check if check is not None and check.is_possible else None
     nearest: list[np.ndarray] = []
