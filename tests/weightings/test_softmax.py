@@ -145,3 +145,22 @@ def test_average_does_not_compute_scores():
     x, live = np.arange(6.0).reshape(3, 2), np.tri(3, dtype=bool)
     out = qkv.attend(x, x, x, score=fail, weighting="average", mask=live)
     np.testing.assert_allclose(out, [x[0], x[:2].mean(0), x.mean(0)])
+
+
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+@pytest.mark.parametrize("k", [8, 9])
+def test_a_top_k_of_all_keys_is_a_softmax(engine: str, k: int) -> None:
+    """Also with a mask, and with keys that are not finite."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, length, 4)) for length in (5, 8, 8))
+    live = rng.random((5, 8)) < 0.5
+    live[0] = False
+    key[1, 3, 0] = np.nan
+    for mask in (None, live, qkv.masks.causal):
+        options = {"mask": mask, "engine": engine, "return_lse": True}
+        got = qkv.attend(query, key, value, weighting=qkv.weightings.TopK(k), **options)
+        want = qkv.attend(query, key, value, weighting="softmax", **options)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y)
+    weights = qkv.weights(query, key, weighting=qkv.weightings.TopK(7), mask=live)
+    assert (np.count_nonzero(weights[0], axis=-1) <= 7).all()

@@ -210,6 +210,8 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     """Return the output and, if requested, the log-sum-exp; `size` overrides the block size."""
     call = calls.ensure_seed(call.upcast())
     limited = call.weighting if call.m is None else call.weighting.limit_to_keys(call.m)
+    if type(call.m) is int and call.at is None and not isinstance(call.key, UnreadArray):
+        limited = limited.simplify_for_keys(call.m)
     call = call if limited is call.weighting else replace(call, weighting=limited)
     if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
         return *dense.run(load_all_rows(call))[:2], None

@@ -217,6 +217,10 @@ class Weighting(tree.Record):
         """Return an equivalent weighting for at most `count` keys, such as a smaller TopK."""
         return self
 
+    def simplify_for_keys(self, count: int) -> Weighting:
+        """Return a simpler weighting with the same weights for `count` keys that one call has."""
+        return self
+
     def find_threshold(self, fold: FoldFunction) -> State:
         """Return the facts about whole rows that `partial_state` needs, such as a threshold.
 

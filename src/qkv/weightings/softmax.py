@@ -227,9 +227,14 @@ class TopK(ExponentialWeighting):
             return super().weights_and_lse(scores, live, k)  # a subclass overrides the formula
         return Softmax().weights_and_lse(scores, self.top_mask(scores, live, k), k)
 
-    def top_mask(self, scores: Array, live: LiveMask, k: Array) -> Array:
-        """Return booleans (…, n, m), True for the k best pairs of each row."""
+    def simplify_for_keys(self, count: int) -> Weighting:
+        return Softmax() if type(self) is TopK and self.k >= count else self
+
+    def top_mask(self, scores: Array, live: LiveMask, k: Array) -> LiveMask:
+        """Return booleans (…, n, m), True for the k best pairs of each row; None: for all."""
         fw, limited = get_framework(scores), self
+        if type(scores.shape[-1]) is int and self.k >= scores.shape[-1]:
+            return live
         if not fw.has_unknown_length(scores) and (fw.needs_equal_spans or not fw.is_traced(scores)):
             limited = self.limit_to_keys(scores.shape[-1])
         chosen = fw.untied_top_mask(fw.detach(fw.fill_unless(scores, live, -INFINITY)), limited.k)
