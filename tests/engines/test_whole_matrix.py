@@ -44,6 +44,7 @@ MASKS = {
     "nothing": lambda make: make(np.zeros((N, M), bool)),
 }
 OPTIONS = [
+    {},
     {"score": "gaussian"},
     {"weighting": weightings.TopK(4), "score": scores.ScaledDot(softcap=2.0)},
     {"weighting": "average"},
@@ -68,7 +69,9 @@ def assert_close(actual, want):
 
 @every_framework
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: str(x.get("weighting", "gaussian"))[:18])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda x: str(x.get("weighting", x.get("score", "softmax")))[:18]
+)
 def test_values_are_those_of_dense(make, mask, options):
     skip_invalid(mask, options)
     arrays, rule = [make(x) for x in three()], MASKS[mask](make)
@@ -87,7 +90,9 @@ def test_values_are_those_of_dense(make, mask, options):
 
 @every_framework
 @pytest.mark.parametrize("mask", ["causal", "window", "lengths", "function", "floats"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: str(x.get("weighting", "gaussian"))[:18])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda x: str(x.get("weighting", x.get("score", "softmax")))[:18]
+)
 def test_nan_in_a_masked_key_or_value_reaches_no_output(make, mask, options):
     skip_invalid(mask, options)
     query, key, value = three()
@@ -101,7 +106,9 @@ def test_nan_in_a_masked_key_or_value_reaches_no_output(make, mask, options):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: str(x.get("weighting", "gaussian"))[:18])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda x: str(x.get("weighting", x.get("score", "softmax")))[:18]
+)
 def test_gradients_are_those_of_dense(mask, options):
     skip_invalid(mask, options)
     rule = MASKS[mask](torch.as_tensor)

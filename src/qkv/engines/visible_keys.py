@@ -6,6 +6,7 @@ and cached.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from qkv.masks import Mask
 from qkv.masks.base import CompoundMask
 from qkv.masks.sequences import Blocks
 from qkv.util.caches import create_table, insert_bounded
-from qkv.util.types import Array, LiveMask
+from qkv.util.types import Array, LiveMask, ShardPosition
 
 MAX_CACHED_PAIRS = 2**20
 """The most booleans of a mask that is cached."""
@@ -75,6 +76,24 @@ def find_visible_pairs(call: Call) -> VisiblePairs:
     if is_repeatable and (live is None or _count(live.shape) <= MAX_CACHED_PAIRS):
         insert_bounded(_FIXED_PAIRS, key, (pairs, rule), MAX_CACHED_MASKS)
     return pairs
+
+
+def narrow_call(call: Call, pairs: VisiblePairs) -> Call:
+    """Return the call for the keys that some query sees, without its rule."""
+    start, stop = pairs.start, pairs.stop
+    if stop - start == call.m:
+        return replace(call, rule=None)
+    keys, bias = slice(start, stop), call.bias
+    if bias is not None and bias.shape[-1] != 1:
+        bias = bias[..., keys]
+    return replace(
+        call,
+        key=call.key[..., keys, :],
+        value=None if call.value is None else call.value[..., keys, :],
+        rule=None,
+        bias=bias,
+        at=ShardPosition(0, start, call.n, call.m),
+    )
 
 
 def _summarize(fw: Framework, live: Array, m: int) -> VisiblePairs:

@@ -18,7 +18,7 @@ import numpy as np
 from qkv.engines import call as calls
 from qkv.engines import dense, weights
 from qkv.engines.call import Call
-from qkv.engines.visible_keys import VisiblePairs, find_visible_pairs
+from qkv.engines.visible_keys import VisiblePairs, find_visible_pairs, narrow_call
 from qkv.frameworks import tree
 from qkv.frameworks.base import Framework
 from qkv.frameworks.stored_rows import UnreadArray
@@ -36,7 +36,7 @@ from qkv.scores import (
 from qkv.scores.functions import EvaluatedScore
 from qkv.scores.user_score import UserScore
 from qkv.scores.window import RankingWindow
-from qkv.util.types import Array, Block, DropoutMask, LiveMask, ShardPosition
+from qkv.util.types import Array, Block, DropoutMask, LiveMask
 from qkv.weightings import Average, Hard, Normalized, Weighting
 from qkv.weightings.base import pool_by_weights
 
@@ -76,24 +76,6 @@ def build_whole_runner(call: Call, engine: ModuleType) -> Callable[[Call], Resul
         return out, lse, alpha
 
     return run
-
-
-def narrow_call(call: Call, pairs: VisiblePairs) -> Call:
-    """Return the call for the keys that some query sees, without its rule."""
-    start, stop = pairs.start, pairs.stop
-    if stop - start == call.m:
-        return replace(call, rule=None)
-    keys, bias = slice(start, stop), call.bias
-    if bias is not None and bias.shape[-1] != 1:
-        bias = bias[..., keys]
-    return replace(
-        call,
-        key=call.key[..., keys, :],
-        value=None if call.value is None else call.value[..., keys, :],
-        rule=None,
-        bias=bias,
-        at=ShardPosition(0, start, call.n, call.m),
-    )
 
 
 def _widen(call: Call, alpha: Array, pairs: VisiblePairs) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from qkv.engines.native.sdpa_kernel import (
 )
 from qkv.engines.native.softmax_dot import MIN_MANY_KEYS, effective_scale
 from qkv.engines.triton_import import has_triton
+from qkv.engines.visible_keys import find_visible_pairs, narrow_call
 from qkv.frameworks import threads, tree
 from qkv.frameworks.torch import HALF_DTYPES, is_dtensor, is_finite
 from qkv.masks import Mask, is_plain_causal
@@ -52,6 +54,10 @@ MIN_FLOAT32_NUMBERS = 2**20
 
 MAX_FEW_OUTPUT_NUMBERS = 2**15
 """Up to this size, a check of the whole output for NaN is faster than slicing its last row."""
+
+
+MIN_KEYS_PER_QUERY, MAX_SHARE_OF_FEW_QUERIES = 8, 0.5
+"""With so many keys for each query, keys are left out if the queries see at most this share."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -220,6 +226,7 @@ def run_guarded(call: Call) -> Array | None:
     """
     if call.query.device.type != "cpu" or _splits_keys(call):
         return None if unsupported_reason(call) else run(call)
+    call = _leave_out_keys(call) or call
     hides_nan = call.m < MIN_KEYS_SHOWING_NAN or call.query.dtype in HALF_DTYPES
     if hides_nan and not is_finite(call.query, call.key, call.value):
         return None
@@ -244,11 +251,26 @@ def run_guarded(call: Call) -> Array | None:
     return out if is_finite(*checked) else None
 
 
+def _leave_out_keys(call: Call) -> Call | None:
+    """Return the call without the keys that no query sees; None if that does not pay off."""
+    if call.rule is None or call.at is not None or call.fw.is_traced(call.query):
+        return None
+    if call.n * MIN_KEYS_PER_QUERY > call.m:
+        return None
+    pairs = find_visible_pairs(call)
+    if pairs.stop - pairs.start > MAX_SHARE_OF_FEW_QUERIES * call.m:
+        return None
+    rule = None if pairs.live is None else ArrayMask(pairs.live, is_bias=False)
+    return replace(narrow_call(call, pairs), rule=rule, at=None)
+
+
 def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayRunner | None:
     """Return SDPA as a function of `attend`'s arguments; None if the arrays need preparation."""
     causal, mask_array = is_plain_causal(call.rule), None
     is_cached = not causal and can_cache_mask(call)
     if is_cached:
+        if _leave_out_keys(call) is not None:
+            return None
         if call.n > query_spans.QUERIES_PER_SPAN and query_spans.spans_pay_off(
             call, query_spans.build_tiling(call)
         ):
@@ -298,11 +320,8 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
             allow_second_derivative(out, (query, key, value), mask, causal, scale)
         if is_unmasked:
             return out
-        if is_small and not needs_gradient:
-            # For small outputs, `max` is the fastest check for NaN. With a gradient, infinities
-            # must be found too.
-            top = out.max().item()
-            return out if top == top else None
+        if is_small and not (needs_gradient or is_half):
+            return out if math.isfinite(out.sum().item()) else None
         visible = out.detach().select(2, -1) if last else out
         inputs = () if not needs_gradient else (key,) if causal else (key, query)
         return out if is_finite(visible, *inputs) else None
