@@ -357,7 +357,7 @@ def _identify_node(node: Any, names: list[ast.Name]) -> Hashable:
     kind = type(node)
     if kind is ast.Name:
         names.append(node)
-        return node.id
+        return str(node.id)
     if kind is ast.Constant:
         return type(node.value), node.value
     if kind is list:

@@ -139,7 +139,7 @@ def _compute_weights(
         step = max(MAX_CACHED_SCORES // m, 1)
         spans = [Span(at, min(step, n - at)) for at in range(0, n, step)]
         fw.reduce_spans(weigh_queries, lambda one, two: None, None, spans)
-        by_query = [lse for _, lse in sorted(parts, key=itemgetter(0))]
+        by_query: list[Any] = [lse for _, lse in sorted(parts, key=itemgetter(0))]
         return s, None, None if by_query[0] is None else np.concatenate(by_query)
     part = ScorePasses(s, allowed, weighting)
     _, row_facts, _ = compute_output(part, weighting)
