@@ -175,7 +175,10 @@ def _is_sure(square, a, total, F, EDGE: tl.constexpr):
             floor = tl.maximum((total * total) * (SLOPE * SLOPE), total * (4.0 * UNIT))
         else:  # at least that, up to a total for which all scores are 0 where r² is above
             floor = total * 2.0**-13
-        known = limited_product(square - floor, 3e38, F.FAST)
+        if F.FAST:
+            known = limited_product(square - floor, 3e38, True)
+        else:
+            known = tl.where(square > floor, 1.0, 0.0)
         if EDGE:
             sure = sure * known
         else:
