@@ -8,18 +8,28 @@ of ten neighbours of one query, their recall, the time of 1,000 neighbours, the 
 the size of the index as a share of the vectors. Queries are drawn like the rows. Codes are
 re-ranked exactly.
 
+With --memory, each side builds such an index in its own process, and the row has the memory that
+it took beside the vectors. The clustering has few rounds, which does not change the memory.
+
+With --conditions, a store of these vectors is built in this folder, unless it is there, and is
+asked under conditions.
+
 With --store, a store of 8-bit vectors is built in this folder, unless it is there, and is asked
 from disk. The row has the memory of the process too.
 
-    python -m bench.index [--database | --store PATH] [--rows N] [--width D] [--graphs] [--write]
+    python -m bench.index [--database | --memory | --conditions PATH | --store PATH]
+        [--rows N] [--width D] [--graphs] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +47,17 @@ CLOSENESS, TEMPERATURE = 1.5, 1 / 30
 PROBES, EXPANSIONS = (8, 32, 128), (32, 64, 128)
 PROBES_OF_PEER = 2, 4, 8
 ROWS_PER_ADD, EXACT_QUERIES, ROUNDS = 500_000, 10, 3
+CLUSTERING_ROUNDS = 2
 Search = Callable[[np.ndarray, int], np.ndarray]
 
 
 def main() -> None:
     options = build_parser().parse_args()
-    if options.store:
+    if options.memory:
+        rows = [measure_memory(options.rows, options.width)]
+    elif options.conditions:
+        rows = [measure_store_conditions(options.conditions, options.rows, options.width)]
+    elif options.store:
         rows = [measure_store(options.store, options.rows, options.width)]
     elif options.database:
         keys, queries = make_clusters(options.rows, options.width, CLOSENESS)
@@ -62,9 +77,89 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--database", action="store_true", help="ask a database")
     parser.add_argument("--store", help="ask a store of 8-bit vectors in this folder")
+    parser.add_argument("--memory", action="store_true", help="the memory to build an index")
+    parser.add_argument("--conditions", help="ask a store in this folder under conditions")
     parser.add_argument("--graphs", action="store_true", help="HNSW too; it builds for minutes")
     parser.add_argument("--write", action="store_true")
     return parser
+
+
+def measure_memory(rows: int, width: int) -> Any:
+    """Return a row for the memory that building an index takes beside the vectors."""
+    sides = {}
+    for name, build in (("qkv", build_with_qkv), ("FAISS", build_with_faiss)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            sides[name] = pool.submit(build, rows, width).result()
+    work = f"memory to build the index of {rows:,} × {width}"
+    return {"work": work, "sides": sides, "goals": []}
+
+
+class MemoryWatch:
+    """The memory that a process needs beyond that at the start, sampled by a thread."""
+
+    def __init__(self) -> None:
+        self._start, self.most, self._is_done = sum(read_memory()), 0.0, threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_done.wait(0.02):
+            self.most = max(self.most, sum(read_memory()) - self._start)
+
+    def stop(self) -> float:
+        """Return the most memory in MB, and stop the thread."""
+        self._is_done.set()
+        return self.most
+
+
+def build_with_qkv(rows: int, width: int) -> dict[str, float]:
+    from qkv.database.index import build, segment_index
+
+    peer("faiss")
+    keys, score = make_clusters(rows, width, CLOSENESS)[0], scores.Cosine(TEMPERATURE)
+    database = qkv.Database(keys, np.arange(float(rows)))
+    segment_index.CLUSTERING_ROUNDS = CLUSTERING_ROUNDS
+    watch, metric = MemoryWatch(), build.choose_metric(database._view, score)
+    build.build_segments(database._store, database._view, metric, None)
+    sides = {"building, MB": watch.stop()}
+    watch = MemoryWatch()
+    database.index(score=score)
+    return sides | {"measurement, MB": watch.stop()}
+
+
+def build_with_faiss(rows: int, width: int) -> dict[str, float]:
+    faiss: Any = peer("faiss")
+    keys = make_clusters(rows, width, CLOSENESS)[0]
+    watch, engine = MemoryWatch(), make_engine(faiss, rows, width)
+    engine.cp.niter = CLUSTERING_ROUNDS
+    engine.train(keys)
+    engine.add(keys)
+    return {"building, MB": watch.stop()}
+
+
+def make_engine(faiss: Any, rows: int, width: int) -> Any:
+    """Return an empty index of FAISS that is like ours."""
+    engine = faiss.IndexIVFScalarQuantizer(
+        faiss.IndexFlatIP(width),
+        width,
+        int(2 * rows**0.5),
+        faiss.ScalarQuantizer.QT_8bit,
+        faiss.METRIC_INNER_PRODUCT,
+    )
+    engine.cp.max_points_per_centroid = 64
+    return engine
+
+
+def measure_store_conditions(path: str, rows: int, width: int) -> Any:
+    """Return the row of `measure_conditions` for a store."""
+    keys, queries = make_clusters(rows, width, CLOSENESS)
+    score, exists = scores.Cosine(TEMPERATURE), Path(path).exists()
+    database = qkv.open(path)
+    if not exists:
+        database.add(keys, np.arange(float(rows)))
+    del keys
+    print(database.index(score=score))
+    shared = {"score": score, "weighting": TopK(BEST), "top": BEST}
+    return measure_conditions(database, queries, shared)
 
 
 def measure_store(path: str, rows: int, width: int) -> Any:
@@ -142,15 +237,7 @@ def measure_database(keys: np.ndarray, queries: np.ndarray) -> Iterator[Any]:
     measurement = time.process_time() - started
     faiss: Any = peer("faiss")
     started = time.process_time()
-    lists = int(2 * rows**0.5)
-    engine = faiss.IndexIVFScalarQuantizer(
-        faiss.IndexFlatIP(width),
-        width,
-        lists,
-        faiss.ScalarQuantizer.QT_8bit,
-        faiss.METRIC_INNER_PRODUCT,
-    )
-    engine.cp.max_points_per_centroid = 64
+    lists, engine = int(2 * rows**0.5), make_engine(faiss, rows, width)
     engine.train(keys)
     engine.add(keys)
     its_seconds = time.process_time() - started
