@@ -583,7 +583,6 @@ def spoiled_by_zero(query, key, value, scale):
     return s.softmax(-1) @ formulas.shared(value, query)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("h", "hk", "w", "bad", "where", "processors"),
     [

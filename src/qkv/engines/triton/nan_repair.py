@@ -36,8 +36,10 @@ from qkv.engines.triton.tile_functions.tiles import (
 )
 from qkv.errors import ArgumentError
 
-BASE_CONSTEXPRS = dict.fromkeys(("SPLIT", "PACKED", "TMA", "FOLD", "CENTRED", "CENTRE"), False) | {
-    "EVEN": 1
+BASE_CONSTEXPRS = dict.fromkeys(("SPLIT", "PACKED", "TMA", "FOLD", "CENTRED"), False) | {
+    "CENTRE": 0,
+    "CAPTURED_SUMS": 0,
+    "EVEN": 1,
 }
 
 
