@@ -215,9 +215,11 @@ class PagedCache(Cache):
             return "a mask has its keys in the order of the gathered rows"
         if not self.buffers or not any(self.lengths[x] for x in sequences):
             return "there are no rows"
+        key, value = (self._as_codes(x) for x in self.buffers)
         return attention.plan_pages(
             query,
-            *(self._as_codes(x) for x in self.buffers),
+            key,
+            value,
             lambda: self._device_tables(sequences),
             dtype=self.dtypes[0],
             scales=self.scales,

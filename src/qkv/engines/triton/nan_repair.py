@@ -138,11 +138,7 @@ def _launch_repair(
         tile = tile._replace(early=early)
         tiles = -(-call.n // tile.rows)
         parts = max(min(launch.count_processors(call.query.device) // lanes, tiles), 1)
-        facts = (
-            call.constexprs
-            | BASE_CONSTEXPRS
-            | {"ROWS": tile.rows, "COLS": tile.cols, "CAPTURED_SUMS": 0}
-        )
+        facts = call.constexprs | BASE_CONSTEXPRS | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"BLOCK_W": call.product_block_width(tile, wide), "WIDE": wide, "EARLY": early}
         sizes = (call.build_sizes(), parts, *strides)
         call.launch_kernel(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)

@@ -85,7 +85,7 @@ def unsupported_reason(call: Call, pool: PagePool) -> str | None:
 
 
 def _reads_float8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cuda" or bool(torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def _weighting_reason(call: Call) -> str | None:
