@@ -192,8 +192,8 @@ def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
     monkeypatch.setitem(
         tile_choice.TILE_OVERRIDES, "to_keys", SMALL._replace(uses_descriptors=True)
     )
-    arrays = formulas.arrays_of(b=2, h=4, hk=2, n=21, m=40)
-    pairs = torch.randn(*lead, 21, 40)
+    arrays = formulas.arrays_of(b=2, h=4, hk=2, n=70, m=40)
+    pairs = torch.randn(*lead, 70, 40)
     pairs[..., 3, 5:9] = -torch.inf
     seen, result = watch(monkeypatch, "LAID"), []
     for copies in (True, False):
@@ -771,6 +771,10 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "SLOPED": {True},
         "HAS_RULE": {False},  # test_pair_functions has them
         "HAS_MOD": {False},
+        "SHORT": {False},
+        "CAPTURED_SUMS": {0},  # test_user_scores has them
+        "CAPTURED_GRADIENT": {None},
+        "TOPPED": {False},  # test_threshold_search
         "RULE": {None},
         "MOD": {None},
         "MOD_GRADIENT": {None},
