@@ -116,7 +116,7 @@ def test_a_mask_together_with_is_causal_is_an_error_as_in_torch(fw: Any) -> None
 def test_a_causal_bias_of_torch_together_with_is_causal_is_an_error() -> None:
     _, inputs = torchs((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2))
     bias = pytest.importorskip("torch.nn.attention.bias").causal_upper_left(4, 4)
-    with pytest.raises(ValueError, match="attn_mask should not be set"):
+    with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
         qkv.scaled_dot_product_attention(*inputs, bias, is_causal=True)
 
 

@@ -171,8 +171,8 @@ QUERY_MUTANTS = [
     Mutant(
         "tied-runs-of-rows-left-out",
         "database/query/scan.py",
-        "(best >= _kth_largest(best, top))",
-        "(best > _kth_largest(best, top))",
+        "size[order] >= _kth_largest(size[order], top)",
+        "size[order] > _kth_largest(size[order], top)",
         "tests/database/query/test_scan.py",
     ),
     Mutant(

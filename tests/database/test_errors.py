@@ -25,7 +25,7 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
 @pytest.mark.parametrize(
     ("made", "query", "error", "says"),
     [
-        (TEXT, 5, DtypeError, r"^query 0 must be text, like the keys, not 5 \(int\)$"),
+        (TEXT, 5, DtypeError, r"^query 0 must be text, like the keys, not 5 \(int\): pass '5'$"),
         (TEXT, None, ArgumentError, "^query 0 must not be None$"),
         (NUMBERS, None, ArgumentError, "^query 0 must not be None$"),
         (NUMBERS, datetime.date(2020, 6, 1), DtypeError, "^query 0 must be a number, not datetime"),

@@ -95,7 +95,7 @@ def recognize_product(call: Call) -> Call | None:
 
 def _find_product_score(call: Call) -> Call | None:
     """Return the call with dot products and a score_mod in place of the function, if possible."""
-    from qkv.engines import triton
+    from qkv.engines.triton.unsupported import unsupported_reason
 
     fw, key = call.fw, _repeat_keys(call)
     assert isinstance(call.score, UserScore)
@@ -115,7 +115,7 @@ def _find_product_score(call: Call) -> Call | None:
     if changed:
         other = replace(other, query=found.phi, key=found.psi)
     # Without a reason, the score_mod has a translation, so it is pointwise.
-    return other if triton.unsupported_reason(other) is None else None
+    return other if unsupported_reason(other) is None else None
 
 
 def simplify_score(call: Call) -> Call:

@@ -297,7 +297,7 @@ def find_least_recall(recall: float, queries: int) -> float:
     rows or none.
 
     >>> round(find_least_recall(0.95, 400), 4), round(find_least_recall(0.95, 10**9), 4)
-    (0.9646, 0.95)
+    (0.9651, 0.95)
     """
     # The solution x of x − z √(x (1 − x) / n) = recall: the upper end of Wilson's interval.
     square = RECALL_MARGIN**2 / max(queries, 1)

@@ -32,6 +32,7 @@ ROWS_PER_BLOCK = 2**16
 """The number of rows that are assigned to lists at a time."""
 
 ROWS_PER_STEP = 2**12
+COLUMNS_PER_STEP = 64
 TRAINING_ROWS_PER_LIST = 64
 CLUSTERING_ROUNDS = 10
 CODE_LEVELS = 255
@@ -141,6 +142,7 @@ def build_arrays(
         if not metric.fits_float32(sample):
             return None
         centres = train_centres(sample, rows, metric)
+        del sample  # the codes take its memory
     directions, mean = _index_directions(centres.directions, metric), centres.means
     lists, width = mean.shape
     list_of_row, squares = np.empty(rows, np.int64), np.zeros(lists)
@@ -177,7 +179,8 @@ def build_arrays(
             for at, residual in _iterate_residuals(block, list_of_row[start:stop], mean):
                 code[start:stop][at] = encode(residual)
     row, counts = np.argsort(list_of_row, kind="stable"), np.bincount(list_of_row, minlength=lists)
-    starts, code = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), code[row]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    _reorder_rows(code, row)
     checksums = [crc32(code[begin:end].data) for begin, end in itertools.pairwise(starts.tolist())]
     return {
         "mean": mean,
@@ -188,6 +191,13 @@ def build_arrays(
         "code_checksum": np.array(checksums, np.uint32),
         "bounds": bounds,
     }
+
+
+def _reorder_rows(x: np.ndarray, order: np.ndarray) -> None:
+    """Replace x by x[order], some columns at a time: a copy of all would double the memory."""
+    for start in range(0, x.shape[1], COLUMNS_PER_STEP):
+        at = slice(start, start + COLUMNS_PER_STEP)
+        x[:, at] = x[order, at]
 
 
 def _iterate_residuals(

@@ -89,7 +89,7 @@ def measure_rows(
 ) -> dict[str, Any]:
     """Return the `MEASURED_SETTINGS` that the rows have; see `describe_left_out_error`."""
     from qkv.database.query.key_match import measure_one_edit
-    from qkv.database.table.left_out_error import describe_left_out_error
+    from qkv.database.table.left_out_rows import describe_left_out_error
 
     settings = describe_left_out_error(schema, encoder, keys, columns, view, ids)
     if schema.key_kind == "text" and encoder.kind in SPELLING_ENCODERS:

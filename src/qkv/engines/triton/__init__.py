@@ -1,13 +1,12 @@
 """The engine `triton`: CUDA kernels for s = (scale φ·ψ + bias) σ(gate) and any weighting.
 
-This file says which calls the kernels support, and builds the functions that run them.
+This file builds the functions that run the kernels; `unsupported` says which calls they support.
 `call_arrays` turns a call into arrays; `attend_operator` launches the kernels.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ from qkv.engines import streaming
 from qkv.engines.call import Call, ThreeArrayRunner
 from qkv.engines.triton import residues
 from qkv.engines.triton.call_arrays import (
-    KERNEL_WEIGHTINGS,
     MaskBounds,
     as_four_axes,
     batch_and_heads,
@@ -33,11 +31,12 @@ from qkv.engines.triton.call_arrays import (
     split_mask,
     split_modified,
     split_score,
-    translate_functions,
 )
 from qkv.engines.triton.distance_arrays import kernel_form
-from qkv.engines.triton.sink import build_sink_runner, without_sink
-from qkv.engines.triton_import import triton_missing_reason
+from qkv.engines.triton.sink import build_sink_runner
+from qkv.engines.triton.unsupported import is_interpreted as is_interpreted
+from qkv.engines.triton.unsupported import is_plain_additive, mask_too_large_reason
+from qkv.engines.triton.unsupported import unsupported_reason as unsupported_reason
 from qkv.frameworks import get_framework, is_array, tree
 from qkv.masks import is_plain_causal
 from qkv.masks.band import Band
@@ -46,7 +45,6 @@ from qkv.scores import (
     Additive,
     Cosine,
     Dot,
-    Gaussian,
     Modified,
     Multiplicative,
     RelativeScore,
@@ -57,14 +55,11 @@ from qkv.scores.functions import EvaluatedScore
 from qkv.util.caches import create_table
 from qkv.util.types import Array
 from qkv.weightings import Hard, Softmax
-from qkv.weightings.entmax import MIN_QUICK_ALPHA, SinkEntmax, Tsallis
+from qkv.weightings.entmax import SinkEntmax
 from qkv.weightings.softmax import SinkSoftmax
 
 NAME = "triton"
 
-MAX_VECTOR_WIDTH = 4096
-MAX_MASK_PAIRS = 2**28
-"""The most pairs of a mask that is expanded to an array."""
 MAX_VALUE_WIDTH = 256
 TANH_FUNCTION_PAIRS = 8
 """Pairs of functions that approximate tanh in 16 bits."""
@@ -75,125 +70,13 @@ TANH_ERROR_FRACTION = {"bfloat16": 1.0, "float16": 0.125}
 """By dtype: fewer pairs are used if their error is at most this fraction of TANH_ERROR."""
 
 
-def unsupported_reason(call: Call) -> str | None:
-    fw = call.fw
-    if fw.name != "torch":
-        return f"Triton's kernels take torch tensors, not {fw.name}'s arrays"
-    if call.query.device.type != "cuda" and not is_interpreted():
-        return f"Triton's kernels run on CUDA, not on {call.query.device.type}"
-    missing = triton_missing_reason()
-    if missing:
-        return missing
-    if fw.dtype_name(call.query) == "float64":
-        return "the kernels compute in float32, not in float64"
-    if isinstance(call.weighting, SinkSoftmax):
-        return unsupported_reason(without_sink(call))
-    alpha = getattr(call.weighting, "alpha", 2.0)
-    has_kernel_alpha = not is_array(alpha) and MIN_QUICK_ALPHA <= alpha <= 2
-    if isinstance(call.weighting, Tsallis) and not (
-        isinstance(call.weighting, SinkEntmax) and has_kernel_alpha
-    ):
-        return "the kernels support entmax only for a fixed alpha from 1.05 to 2"
-    if fw.in_functional_transform():  # type: ignore[attr-defined]
-        return "the kernels have no rules for torch.func and forward-mode derivatives"
-    if type(call.weighting) not in KERNEL_WEIGHTINGS:
-        return f"the kernels do not support the weighting {type(call.weighting).__name__}"
-    if getattr(call.weighting, "on_empty", "zero") != "zero":
-        return "the kernels support only on_empty='zero'"
-    if getattr(call.weighting, "straight_through", False):
-        return unsupported_reason(replace(call, weighting=Hard())) or unsupported_reason(
-            replace(call, weighting=Softmax())
-        )
-    if call.fw.has_empty_axis((*call.lead, call.n, call.m)):
-        return "there is nothing to compute"
-    reason = _mask_too_large_reason(call, split_mask(call))
-    if reason:
-        return reason
-    if isinstance(call.score, Modified | RelativeScore):
-        return _score_mod_reason(call)
-    if _is_plain_additive(call):
-        return None
-    if not (kernel_form(call.score) or isinstance(call.score, EvaluatedScore)):
-        found = kernel_lowering(call)
-        if isinstance(found, str):
-            return found
-    temperature: Any = getattr(call.weighting, "temperature", 1.0)
-    if is_array(temperature):
-        many = math.prod(temperature.shape) * math.prod(getattr(call.bias, "shape", (0,)))
-        if many > MAX_MASK_PAIRS:
-            return (
-                f"a float mask with a learned temperature has {many} pairs; the kernels read at "
-                f"most {MAX_MASK_PAIRS}"
-            )
-        return None
-    if call.fw.static_shape(call.query)[-1] > MAX_VECTOR_WIDTH:
-        return f"vectors have more than {MAX_VECTOR_WIDTH} dimensions"
-    return None
-
-
-def _score_mod_reason(call: Call) -> str | None:
-    """Return why the kernels do not support the score_mods of a call, or the score inside."""
-    from qkv.engines.triton.pair_functions.functions import TranslationError
-
-    inner, score_mods = split_score(call)
-    if call.fw.is_traced(call.query):
-        return "a traced graph cannot contain functions, so kernels cannot include score_mod"
-    if call.at is not None:
-        return "the keys are spread over processes, and the kernels know only local positions"
-    weighting = call.weighting
-    if is_array(getattr(weighting, "temperature", 1.0)):
-        weighting = Softmax()
-    reason = unsupported_reason(replace(inner, weighting=weighting))
-    if reason is None and isinstance(lowering := kernel_lowering(inner), str):
-        reason = lowering
-    if reason:
-        return reason
-    try:
-        translate_functions(inner, split_mask(call), score_mods)
-    except TranslationError as error:
-        return f"score_mod has no translation to Triton: {error}"
-    return None
-
-
-def _is_plain_additive(call: Call) -> bool:
-    """Return whether the additive kernels support the call: softmax, with bands and lengths only.
-
-    Other additive calls become products of functions, which depend on the range of the values.
-    """
-    if not isinstance(call.score, Additive) or type(call.weighting) is not Softmax or call.dropout:
-        return False
-    temperature, bounds = call.weighting.temperature, split_mask(call)
-    cool = not is_array(temperature) and temperature == 1
-    plain = not bounds.rules and bounds.layout is None and bounds.spans is None
-    return bool(cool and plain)
-
-
-def _mask_too_large_reason(
-    call: Call, bounds: MaskBounds, mask_as_array: bool = False
-) -> str | None:
-    """Return why the mask is too large to be expanded to an array; None: it is not.
-
-    With `mask_as_array`, this includes the rules that kernels evaluate otherwise.
-    """
-    whole = isinstance(call.score, Gaussian) and is_shift_sensitive(call)  # each query adds to it
-    leads = [
-        x.values.shape[:-2] if isinstance(x, ArrayMask) and not whole else call.lead
-        for x in (bounds.as_rules() if mask_as_array else bounds).rules
-        if mask_as_array or rule_translation_error(call, x) is not None
-    ]
-    pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
-    if pairs > MAX_MASK_PAIRS:
-        return f"the mask has {pairs} pairs; the kernels read at most {MAX_MASK_PAIRS} as an array"
-    return None
-
-
 def slower_reason(call: Call) -> str | None:
     if call.query.device.type != "cuda":
         return "Triton's interpreter is slow, for tests only"
     pairs = math.prod(call.lead) * call.n * call.m
     if isinstance(call.score, EvaluatedScore) and pairs <= streaming.MAX_DENSE_NUMBERS:
         return "the scores exist already, and are few: dense is as good"
-    if not _is_plain_additive(call) and streaming.has_short_tanh(call):
+    if not is_plain_additive(call) and streaming.has_short_tanh(call):
         return "the hidden units are few: dense computes them before their range is known"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
@@ -207,12 +90,12 @@ def is_data_dependent(call: Call) -> bool:
     """Return whether array values decide if the score can be lowered; never in 16 bits."""
     score, _ = split_modified(call.score, call.n, call.m)
     if isinstance(score, Additive):
-        return not _is_plain_additive(call)
+        return not is_plain_additive(call)
     return score.needs_range and call.fw.dtype_name(call.query) == "float32"
 
 
 def describe(call: Call) -> str:
-    if _is_plain_additive(call):
+    if is_plain_additive(call):
         if call.fw.dtype_name(call.query) == "float32":
             return "exact tanh, tile by tile"
         return (
@@ -285,7 +168,7 @@ def _build_plain_runner(call: Call) -> Callable[[Call], tuple[Array, Array | Non
     from qkv.engines.triton import attend_operator
     from qkv.engines.triton.sparse import thresholds
 
-    if _is_plain_additive(call):
+    if is_plain_additive(call):
         return _build_additive_runner(call)
     expanded = is_16bit_gaussian(call)
 
@@ -368,7 +251,7 @@ def build_direct_runner(call: Call) -> Callable[..., Array | None] | ThreeArrayR
     if rule is not None and not (isinstance(rule, Band) and rule.is_relative):
         return None
     score: Any = call.score
-    if _is_plain_additive(call):
+    if is_plain_additive(call):
         from qkv.engines.triton.additive import additive_projection
 
         held = [getattr(score, name) for name in ("w_query", "w_key", "bias")]
@@ -546,7 +429,7 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         or bounds != supported_bounds
         or call.dropout
         or unsupported_reason(call)
-        or _mask_too_large_reason(call, bounds, mask_as_array=True)
+        or mask_too_large_reason(call, bounds, mask_as_array=True)
     ):
         return None
     learned = call.bias is not None and call.fw.needs_gradient([call.bias])
@@ -561,11 +444,6 @@ def run_with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
     alpha = weights.compute_weights(arrays.query, arrays.key, lse.detach(), *how)
     lead = call.lead[:-1] if mean else call.lead
     return out.reshape(*call.lead, call.n, -1), alpha.reshape(*lead, call.n, call.m)
-
-
-def is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels in Python, on any device."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 _TABLE_CACHE: dict[Any, tuple[Array, ...]] = create_table("triton.tanh_tables")
