@@ -124,7 +124,9 @@ def _train_centres(parts: list[SegmentPart], metric: IndexMetric) -> Centres | N
             rows += count
     if not samples:
         return None
-    return segment_index.train_centres(np.concatenate(samples), rows, metric)
+    joined = samples[0] if len(samples) == 1 else np.concatenate(samples)
+    samples.clear()  # their memory is free during the training
+    return segment_index.train_centres(joined, rows, metric)
 
 
 def _build_segment(

@@ -28,7 +28,7 @@ MIN_ROWS = 2**13
 LISTS_PER_ROOT = 2.0
 """The number of lists of a segment is this factor times the square root of its rows."""
 
-ROWS_PER_BLOCK = 2**16
+ROWS_PER_BLOCK = 2**15
 """The number of rows that are assigned to lists at a time."""
 
 ROWS_PER_STEP = 2**12
@@ -90,8 +90,11 @@ def train_centres(sample: np.ndarray, rows: int, metric: IndexMetric) -> Centres
     present, nearest, counts = np.unique(nearest, return_inverse=True, return_counts=True)
     order = np.argsort(nearest, kind="stable")
     first = np.cumsum(counts) - counts
-    total = np.add.reduceat(sample[order], first, axis=0, dtype=float)
-    means = (total / counts[:, None]).astype(np.float32)
+    means = np.empty((len(counts), width), np.float32)
+    for start in range(0, width, COLUMNS_PER_STEP):  # without a copy of the whole sample
+        at = slice(start, start + COLUMNS_PER_STEP)
+        total = np.add.reduceat(sample[order, at], first, axis=0, dtype=float)
+        means[:, at] = total / counts[:, None]
     low, high = _new_bounds(width)
     for _, residual in _iterate_residuals(sample, nearest, means):
         _extend_bounds(low, high, residual)
