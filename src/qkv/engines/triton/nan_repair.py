@@ -38,7 +38,6 @@ from qkv.errors import ArgumentError
 
 BASE_CONSTEXPRS = dict.fromkeys(("SPLIT", "PACKED", "TMA", "FOLD", "CENTRED"), False) | {
     "CENTRE": 0,
-    "CAPTURED_SUMS": 0,
     "EVEN": 1,
 }
 

@@ -513,7 +513,8 @@ def _base_constexprs(
         # Where no weight is, no score has a gradient.
         "VANISHES": weighting not in ("normalized", "raw"),
         **dict.fromkeys(("HAS_RULE", "HAS_MOD", "SHORT", "TILED", "SKIPS_PAIRS", "TOPPED"), False),
-        **dict.fromkeys(("RULE", "MOD", "MOD_GRADIENT"), None),
+        **dict.fromkeys(("RULE", "MOD", "MOD_GRADIENT", "CAPTURED_GRADIENT"), None),
+        "CAPTURED_SUMS": 0,
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,
